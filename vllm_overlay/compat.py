@@ -37,7 +37,7 @@ class OverlayMismatchError(ImportError):
         self.found = found
 
 
-class StandDown(Exception):  # noqa: N818 - a signal to activation, not a failure
+class StandDown(Exception):
     """Raised by `stand_down` and caught by activation: upstream needs no amendment here."""
 
 

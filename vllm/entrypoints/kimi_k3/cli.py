@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Gathers the subcommands of `kimi-k3`. Imports neither torch nor vLLM; a subcommand may, when run.
+
+Subcommands are imported with ``from package.module import name``. The form ``from package import
+module`` would import the top package, which is vLLM (see `vllm_overlay.console`).
+"""
+
+import typer
+
+from vllm.entrypoints.kimi_k3.status import command as status
+
+app = typer.Typer(
+    name="kimi-k3",
+    help="Kimi-K3 on AMD GPUs: what the overlay does to the installed vLLM, and tools around it.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("status")(status)
+
+
+@app.callback()
+def _group() -> None:
+    # With a callback typer keeps subcommands even while there is only one.
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="kimi-k3")
