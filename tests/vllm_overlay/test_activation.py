@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Activation: before and after the import, again, switched off, half-way up the stack, refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+AMENDMENT = '''\
+"""Says who wrote the value.
+
+A second paragraph.
+"""
+
+from vllm_overlay import require
+
+upstream_value = require(f"{__name__}:value")
+value = f"{upstream_value} and overlay"
+'''
+
+
+@pytest.fixture
+def amended(sandbox):
+    sandbox.upstream({"a/__init__.py": "", "a/b.py": '"""Upstream doc."""\nvalue = "upstream"\n'})
+    sandbox.overlay({"a/b.py": AMENDMENT, "a/new.py": "value = 'new'", "a/pack/__init__.py": ""})
+    sandbox.overlay({"a/pack/deep.py": "value = 'deep'", "fresh/leaf.py": "value = 'leaf'"})
+    return sandbox
+
+
+def test_amends_a_module_imported_later(amended):
+    code = """
+    import sys, vllm_overlay
+    assert not vllm_overlay.is_active()
+    assert vllm_overlay.activate() and vllm_overlay.is_active()
+    assert "vllm" not in sys.modules and "torch" not in sys.modules
+    print(vllm_overlay.outcomes()[0].state.value)
+    import vllm.a.b
+    print(vllm.a.b.value, vllm.a.b.__doc__, vllm_overlay.outcomes()[0].reason)
+    """
+    assert amended.output(code).splitlines() == [
+        "waiting",
+        "upstream and overlay Upstream doc. Says who wrote the value.",
+    ]
+
+
+def test_amends_a_module_imported_before_and_only_once(amended):
+    code = """
+    import vllm.a.b, vllm_overlay
+    for _ in range(3):
+        vllm_overlay.activate()
+        vllm_overlay.platform_plugin()
+        vllm_overlay.general_plugin()
+    print(vllm.a.b.value)
+    """
+    assert amended.output(code) == "upstream and overlay"
+
+
+def test_new_modules_are_found_and_upstream_wins(amended):
+    amended.upstream({"a/both.py": "value = 'upstream'"})
+    code = """
+    import vllm_overlay
+    vllm_overlay.activate()
+    import vllm.a.new, vllm.a.pack.deep, vllm.fresh.leaf, vllm.a.both
+    print(vllm.a.new.value, vllm.a.pack.deep.value, vllm.fresh.leaf.value, vllm.a.both.value)
+    """
+    assert amended.output(code) == "new deep leaf upstream"
+
+
+def test_new_modules_alone(amended):
+    """For showing stock behaviour: nothing of upstream's changes, switched off or not."""
+    code = """
+    import vllm_overlay
+    print(vllm_overlay.activate(amendments=False))
+    import vllm.a.b, vllm.a.new
+    print(vllm.a.b.value, vllm.a.new.value)
+    """
+    for switch in ("0", "1"):
+        output = amended.output(code, VLLM_KIMI_K3_OVERLAY=switch)
+        assert output.splitlines() == ["False", "upstream new"]
+
+
+def test_switched_off(amended):
+    code = """
+    import vllm_overlay
+    print(vllm_overlay.activate(), vllm_overlay.is_active())
+    import vllm.a.b
+    print(vllm.a.b.value)
+    try:
+        import vllm.a.new
+    except ModuleNotFoundError:
+        print("no new module")
+    """
+    output = amended.output(code, VLLM_KIMI_K3_OVERLAY="0")
+    assert output.splitlines() == ["False False", "upstream", "no new module"]
+
+
+def test_module_still_running_waits_for_the_next_call(amended):
+    """Activated from inside the module's own import, an amendment would be overwritten."""
+    amended.upstream(
+        {"a/b.py": "import vllm_overlay\nvllm_overlay.activate()\nvalue = 'upstream'\n"}
+    )
+    code = """
+    import vllm.a.b, vllm_overlay
+    print(vllm.a.b.value, vllm_overlay.outcomes()[0].state.value)
+    vllm_overlay.general_plugin()
+    print(vllm.a.b.value, vllm_overlay.outcomes()[0].state.value)
+    """
+    assert amended.output(code).splitlines() == [
+        "upstream waiting",
+        "upstream and overlay amended",
+    ]
+
+
+def test_stands_down(amended):
+    amended.overlay(
+        {"a/b.py": "from vllm_overlay import stand_down\nx = 1\nstand_down('upstream has it')\n"}
+    )
+    code = """
+    import vllm_overlay
+    vllm_overlay.activate()
+    import vllm.a.b
+    print(vllm.a.b.value, hasattr(vllm.a.b, "x"), vllm_overlay.outcomes()[0])
+    """
+    output = amended.output(code)
+    assert output.startswith("upstream False")
+    assert "STOOD_DOWN" in output
+    assert "upstream has it" in output
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("from vllm_overlay import require\nrequire(f'{__name__}:gone')", "OverlayMismatchError"),
+        ("raise RuntimeError('broken overlay')", "RuntimeError"),
+        ("import a_module_that_nobody_has", "ModuleNotFoundError"),
+        ("this is no Python", "SyntaxError"),
+    ],
+)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_failing_amendment_fails_every_import_and_leaves_nothing(amended, body, error, order):
+    """Not only the first import: a caller that catches it and tries again gets no stock module."""
+    amended.overlay({"a/b.py": f"value = 'half'\nextra = 1\n{body}\n"})
+    if order == "before":
+        code = """
+        import sys, vllm_overlay
+        vllm_overlay.activate()
+        for _ in range(3):
+            try:
+                import vllm.a.b
+            except Exception as error:
+                print(type(error).__name__, "vllm.a.b" in sys.modules)
+        try:
+            vllm_overlay.general_plugin()
+        except Exception as error:
+            print(type(error).__name__)
+        """
+        expected = [f"{error} False"] * 3 + [error]
+    else:
+        code = """
+        import vllm.a.b, vllm_overlay
+        for _ in range(3):
+            try:
+                vllm_overlay.activate()
+            except Exception as error:
+                print(type(error).__name__, vllm.a.b.value, hasattr(vllm.a.b, "extra"))
+        """
+        expected = [f"{error} upstream False"] * 3
+    assert amended.output(code).splitlines() == expected
+
+
+def test_traceback_points_at_the_amendment(amended):
+    amended.overlay({"a/b.py": "def fail():\n    raise RuntimeError('here')\n"})
+    process = amended.run(
+        "import vllm_overlay; vllm_overlay.activate(); import vllm.a.b; vllm.a.b.fail()"
+    )
+    assert "tree/vllm/a/b.py" in process.stderr
+    assert "raise RuntimeError('here')" in process.stderr
+
+
+def test_one_line_says_what_was_done(amended):
+    amended.upstream({"a/c.py": "", "a/d.py": ""})
+    amended.overlay({"a/c.py": "from vllm_overlay import stand_down\nstand_down('merged')"})
+    amended.overlay({"a/d.py": "x = 1"})
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm_overlay, vllm.a.b, vllm.a.c
+    vllm_overlay.general_plugin()
+    vllm_overlay.general_plugin()
+    """
+    lines = [line for line in amended.output(code).splitlines() if "vllm-kimi-k3" in line]
+    assert len(lines) == 1
+    assert "over vLLM 0.32.0: amended on import: vllm.a.d; amended: vllm.a.b" in lines[0]
+    assert "stood down: vllm.a.c" in lines[0]
+    assert "outside" not in lines[0]
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0.dev3+rocm", "nonsense"])
+def test_untested_version_is_noted_and_not_refused(amended, version):
+    amended.upstream({"_version.py": f"__version__ = version = '{version}'"})
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm_overlay
+    vllm_overlay.general_plugin()
+    import vllm.a.b
+    print(vllm.a.b.value)
+    """
+    output = amended.output(code)
+    assert f"vLLM {version} is outside the tested 0.32.x and 0.33.x" in output
+    assert output.endswith("upstream and overlay")
+
+
+def test_development_build_of_a_tested_version(amended):
+    amended.upstream({"_version.py": "__version__ = version = '0.33.1.dev12+g0123abc.rocm700'"})
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm_overlay
+    vllm_overlay.general_plugin()
+    """
+    assert "outside" not in amended.output(code)
+
+
+def test_without_vllm(sandbox, tmp_path):
+    """A checkout's own tree is a namespace, not an installed vLLM."""
+    (sandbox.site / "vllm" / "__init__.py").unlink()
+    # -S and -E keep the vLLM that runs these tests out of sight.
+    process = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", "import vllm_overlay; vllm_overlay.activate()"],
+        cwd=sandbox.site,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "ModuleNotFoundError: no vLLM is installed in this environment" in process.stderr
+    assert "0.32.x and 0.33.x" in process.stderr
+
+
+def test_import_is_cheap_and_brings_in_neither_torch_nor_vllm():
+    code = """
+import sys, time
+start = time.perf_counter()
+import vllm_overlay
+elapsed = time.perf_counter() - start
+assert not {"torch", "vllm", "wrapt"} & sys.modules.keys()
+print(elapsed)
+"""
+
+    def seconds() -> float:
+        command = [sys.executable, "-c", code]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    # The best of five: the figure is the code's, not that of whatever else the machine is doing.
+    assert min(seconds() for _ in range(5)) < 0.05
