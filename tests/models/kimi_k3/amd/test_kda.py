@@ -156,6 +156,7 @@ def test_load_without_layerwise_processing(rank_of):
         sources = rank.sources()
         rank.projection.weight.data.fill_(float("nan"))
         list(rank.load(sources, shuffled(3)))
+        rank.projection.quant_method.process_weights_after_loading(rank.projection)
         check_loaded(rank, sources)
 
 
@@ -192,6 +193,7 @@ def test_weights_that_do_not_come_keep_the_old_ones(rank_of):
     with rank_of(heads=96) as rank:
         sources = rank.sources(4)
         list(rank.load(sources, FORWARD))
+        rank.projection.quant_method.process_weights_after_loading(rank.projection)
         start_reload(rank)
         finalize_layerwise_reload(rank.layer, MODEL_CONFIG)
         check_loaded(rank, sources)
