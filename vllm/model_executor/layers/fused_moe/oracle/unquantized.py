@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Unquantized SiTU experts on the CPU platform.
+
+Ledger
+    What: `backend_to_kernel_cls` adds `CPUSituExperts` to the CPU backend's list, at its end.
+    Why: no CPU kernel of upstream knows the SiTU activation, so Kimi-K3 finds no experts.
+    How: wrap one function.
+    Upstream: none yet.
+    Remove when: one of upstream's CPU experts supports `MoEActivation.SITU`.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm_overlay import require
+
+_backends = require(f"{__name__}:UnquantizedMoeBackend")
+require(f"{__name__}:UnquantizedMoeBackend.CPU")
+require(f"{__name__}:backend_to_kernel_cls", parameters=("backend",))
+require("vllm.model_executor.layers.fused_moe.activation:MoEActivation.SITU")
+
+
+@patch_function_wrapper(__name__, "backend_to_kernel_cls")
+def _with_situ(wrapped, instance, args, kwargs):
+    (backend,) = args or kwargs.values()
+    classes = wrapped(backend)
+    if backend != _backends.CPU:
+        return classes
+    from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituExperts
+
+    return [*classes, CPUSituExperts]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The portable Kimi-K3 text model on the CPU platform.
+
+Ledger
+    What: `attn_res` becomes the torch form; `KimiLinearForCausalLM.__init__` marks the layers
+        whose weight the model reads by itself.
+    Why: upstream's `attn_res` is a Triton kernel. And on a CPU, linear layers move their weight
+        into a packed copy and leave `weight` empty, but the residual mixers and, with tensor
+        parallelism, the latent up-projection are never called as layers: their weight is read.
+    How: rebind one name; wrap one constructor and set upstream's own per-layer switch
+        `_cpu_skip_gemm_dispatch`.
+    Upstream: none yet.
+    Remove when: upstream's portable model serves a text request on the CPU platform.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm.platforms import current_platform
+from vllm_overlay import require, stand_down
+
+if not current_platform.is_cpu():
+    stand_down("the platform is not the CPU")
+
+require(
+    f"{__name__}:attn_res",
+    parameters=(
+        "prefix",
+        "delta",
+        "blocks",
+        "norm_weight",
+        "qk_weight",
+        "output_norm_weight",
+        "num_blocks",
+        "block_write_idx",
+        "eps",
+        "output_norm_eps",
+        "quant_dtype",
+    ),
+)
+require(f"{__name__}:_apply_attn_res", uses=("attn_res", "weight"))
+require(
+    f"{__name__}:KimiLinearForCausalLM.__init__",
+    parameters=("self", "vllm_config", "prefix"),
+)
+require(
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+    parameters=("self", "layer"),
+    uses=("dispatch_cpu_unquantized_gemm",),
+)
+
+from vllm.models.kimi_k3.cpu.attn_res import attn_res  # noqa: E402, F401
+
+_READ_DIRECTLY = ("_res_proj", "routed_expert_up_proj")
+
+
+@patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
+def _keep_weights_that_are_read(wrapped, instance, args, kwargs):
+    wrapped(*args, **kwargs)
+    for name, layer in instance.named_modules():
+        if name.endswith(_READ_DIRECTLY):
+            layer._cpu_skip_gemm_dispatch = True

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The fused KDA decode kernel, on the CPU platform.
+
+Ledger
+    What: `is_fused_kda_decode_supported` answers False on the CPU platform.
+    Why: upstream's asks `vllm.platforms.rocm`, which cannot be imported without a GPU.
+    How: rebind one name before the KDA layer's module imports it.
+    Upstream: none yet.
+    Remove when: upstream's function answers False on the CPU platform.
+"""
+
+from vllm.platforms import current_platform
+from vllm_overlay import require, stand_down
+
+if not current_platform.is_cpu():
+    stand_down("the platform is not the CPU")
+
+require(f"{__name__}:is_fused_kda_decode_supported", uses=("on_gfx942", "on_gfx950"))
+
+
+def is_fused_kda_decode_supported(*args: object, **kwargs: object) -> bool:
+    """Return False: the kernel is a HIP kernel."""
+    return False
