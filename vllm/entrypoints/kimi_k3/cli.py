@@ -8,6 +8,7 @@ module`` would import the top package, which is vLLM (see `vllm_overlay.console`
 
 import typer
 
+from vllm.entrypoints.kimi_k3.make_checkpoint import make_checkpoint
 from vllm.entrypoints.kimi_k3.status import command as status
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("make-checkpoint")(make_checkpoint)
 app.command("status")(status)
 
 
