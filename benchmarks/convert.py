@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""How fast MXFP4 experts become int4, beside a copy of the same bytes and the step-by-step recipe.
+
+    python benchmarks/convert.py                      # CPU, two small shapes
+    python benchmarks/convert.py --device cuda        # one Kimi-K3 layer of a TP8 rank
+
+Verifies every result before it times anything, runs the variants in turn within each round, and
+reports medians with the spread (quartiles). Bytes over time are the packed MXFP4 bytes. Never a
+test: a result that differs ends the run with an error.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _package import load_mxfp4_int4
+from recipe import convert_step_by_step
+
+load_mxfp4_int4()
+from mxfp4_int4 import convert_experts  # noqa: E402
+from mxfp4_int4.convert import _convert  # noqa: E402
+from mxfp4_int4.lookup import convert_slab as by_lookup  # noqa: E402
+from mxfp4_int4.naive import convert_slab as by_definition  # noqa: E402
+
+HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
+
+
+def k3_shapes(tp: int = 1, ep: int = 1) -> dict[str, tuple[int, int, int]]:
+    """[E, N, K] of one layer on one rank of tp x ep."""
+    part = INTERMEDIATE // tp
+    return {
+        "w13": (EXPERTS // ep, 2 * part, HIDDEN),
+        "w2": (EXPERTS // ep, HIDDEN, part),
+    }
+
+
+SHAPES = {
+    **{f"tp{tp}": k3_shapes(tp=tp) for tp in (1, 2, 4, 8, 16, 32)},
+    "ep8": k3_shapes(ep=8),
+}
+
+
+def random_experts(
+    shape: tuple[int, int, int], device: str, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gaussian weights in MXFP4 by the OCP rule (floor), with scales over a range of exponents."""
+    e, n, k = shape
+    generator = torch.Generator(device).manual_seed(seed)
+    weight = torch.empty((e, n, k // 2), dtype=torch.uint8, device=device)
+    scale = torch.empty((e, n, k // 32), dtype=torch.uint8, device=device)
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
+    for i in range(e):
+        dense = torch.randn((n, k // 32, 32), generator=generator, device=device)
+        exponent = torch.floor(torch.log2(dense.abs().amax(-1))) - 2
+        codes = torch.bucketize(dense.abs() * torch.exp2(-exponent)[..., None], edges)
+        codes = (codes + 8 * (dense < 0)).to(torch.uint8).view(n, k)
+        weight[i] = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        scale[i] = (exponent + 118).to(torch.uint8)
+    return weight, scale
+
+
+class Clock:
+    """Times a call on a device, synchronized on both sides."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def peak_extra(call: Callable[[], object], device: str) -> int:
+    """Bytes allocated at most during the call, beyond what was there before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    status = Path("/proc/self/status")
+
+    def resident() -> int:
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmRSS"))
+        return int(line.split()[1]) * 1024
+
+    before, done, peak = resident(), threading.Event(), 0
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    call()
+    done.set()
+    watcher.join()
+    return max(0, peak - before)
+
+
+def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
+    """Both rules: bit-equal to the definition on three experts, to the lookup path on all, and the
+    recipe to "absmax"; in place bit-equal to not in place."""
+
+    def same(what: str, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if not all(torch.equal(a, b) for a, b in pairs):
+            raise SystemExit(f"{name}: {what} gives other bits; nothing was timed")
+
+    def bits(scales: torch.Tensor) -> torch.Tensor:
+        return scales.view(torch.int16)
+
+    for rule in ("mse", "absmax"):
+        fast = convert_experts(weight, scale, layout=layout, scale_rule=rule)
+        per_expert = bits(fast.scale).view(len(weight), -1)
+        for i in sorted({0, len(weight) // 2, len(weight) - 1}):
+            part = slice(i, i + 1)
+            slow = _convert(weight[part], scale[part], layout, rule, 8, False, False, by_definition)
+            same(
+                f"{rule}, expert {i}, against the definition",
+                (fast.weight[part], slow.weight),
+                (per_expert[part].flatten(), bits(slow.scale).flatten()),
+            )
+        for i in range(0, len(weight), 8):
+            part = slice(i, i + 8)
+            other = _convert(weight[part], scale[part], layout, rule, 8, False, False, by_lookup)
+            same(
+                f"{rule}, experts from {i}, against the lookup path",
+                (fast.weight[part], other.weight),
+                (per_expert[part].flatten(), bits(other.scale).flatten()),
+            )
+        placed = convert_experts(
+            weight.clone(), scale, layout=layout, scale_rule=rule, in_place=True
+        )
+        same(
+            f"{rule} in place", (fast.weight, placed.weight), (bits(fast.scale), bits(placed.scale))
+        )
+    if layout == "aiter":
+        few = slice(0, min(8, len(weight)))
+        steps = convert_step_by_step(weight[few], scale[few])
+        same("recipe", (steps[0], fast.weight[few]), (steps[1], fast.scale[: len(steps[1])]))
+
+
+def run_shape(
+    name: str, shape: tuple[int, int, int], args: argparse.Namespace
+) -> dict[str, object]:
+    weight, scale = random_experts(shape, args.device, args.seed)
+    verify(name, weight, scale, args.layout)
+    spare, clock = weight.clone(), Clock(args.device)
+
+    def convert(rule: str, in_place: bool) -> Callable[[], object]:
+        source = spare if in_place else weight
+        return lambda: convert_experts(
+            source, scale, layout=args.layout, scale_rule=rule, in_place=in_place
+        )
+
+    variants: dict[str, Callable[[], object]] = {"copy": lambda: spare.copy_(weight)}
+    for rule in ("mse", "absmax"):
+        variants[rule] = convert(rule, False)
+        variants[f"{rule} in place"] = convert(rule, True)
+    if args.layout == "aiter":
+        variants["recipe"] = lambda: convert_step_by_step(weight, scale)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for index in range(args.rounds + 1):
+        for variant, call in variants.items():
+            if variant == "recipe" and index > args.recipe_rounds:
+                continue
+            if "in place" in variant:
+                spare.copy_(weight)
+            seconds = clock(call)
+            if index:
+                times[variant].append(seconds)
+    rows = {}
+    copy = statistics.median(times["copy"])
+    for variant, call in variants.items():
+        spare.copy_(weight)
+        low, middle, high = statistics.quantiles(times[variant] * 2, n=4)
+        rows[variant] = {
+            "seconds": middle,
+            "quartiles": [low, high],
+            "times_copy": middle / copy,
+            "gigabytes_per_second": weight.numel() / middle / 1e9,
+            "extra_bytes": peak_extra(call, args.device) if variant != "copy" else 0,
+        }
+    new_scales = scale.numel() * 2
+    print(
+        f"{name} {list(shape)}: {weight.numel() / 2**20:.0f} MiB, scales {new_scales / 2**20:.0f}"
+    )
+    for variant, row in rows.items():
+        low, high = row["quartiles"]
+        print(
+            f"  {variant:16} {row['seconds'] * 1e3:9.3f} ms ({low * 1e3:.3f}..{high * 1e3:.3f})  "
+            f"{row['times_copy']:7.2f} x copy  {row['gigabytes_per_second']:8.3f} GB/s  "
+            f"extra {row['extra_bytes'] / 2**20:.0f} MiB"
+        )
+    return {"shape": list(shape), "packed_bytes": weight.numel(), "variants": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layout", choices=("aiter", "pack_quantized"), default="aiter")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=["tp8"],
+        metavar="NAME",
+        help=f"of {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--experts", type=int, help="fewer experts than the shape's (CPU default: 16)"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--recipe-rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    experts = args.experts or (16 if args.device == "cpu" else None)
+    card = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    machine = {
+        "device": card,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "command": " ".join(sys.argv),
+    }
+    print(json.dumps(machine))
+    results = {}
+    for group in args.shapes:
+        total: dict[str, float] = {}
+        for name, (e, n, k) in SHAPES[group].items():
+            result = run_shape(f"{group} {name}", (min(e, experts or e), n, k), args)
+            results[f"{group} {name}"] = result
+            for variant, row in result["variants"].items():  # type: ignore[attr-defined]
+                total[variant] = total.get(variant, 0.0) + row["seconds"]
+        print(f"{group}, both together:")
+        for variant, seconds in total.items():
+            print(f"  {variant:16} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy")
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

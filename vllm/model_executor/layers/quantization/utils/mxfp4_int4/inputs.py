@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Everything that is refused, before anything is written. Reads the tensors, changes none."""
+
+import torch
+
+from .definition import GROUP_SIZE, OVERFLOW
+from .errors import ConversionDtypeError, ConversionInputError
+from .layouts import AITER_ROWS, LAYOUTS, SCALE_RULES
+
+E8M0 = getattr(torch, "float8_e8m0fnu", None)
+DEVICES = ("cpu", "cuda")  # a ROCm device is called "cuda" in torch
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ConversionInputError(f"layout: expected one of {LAYOUTS}, received {layout!r}")
+
+
+def check_options(layout: str, scale_rule: str, chunk_experts: int, in_place: bool) -> None:
+    """Options alone, and against each other."""
+    check_layout(layout)
+    if scale_rule not in SCALE_RULES:
+        raise ConversionInputError(
+            f"scale_rule: expected one of {SCALE_RULES}, received {scale_rule!r}"
+        )
+    if isinstance(chunk_experts, bool) or not isinstance(chunk_experts, int) or chunk_experts < 1:
+        raise ConversionInputError(
+            f"chunk_experts: expected an integer of 1 or more, received {chunk_experts!r}"
+        )
+    if in_place and layout == "plain":
+        raise ConversionInputError(
+            'in_place: layout "plain" takes a byte a value, twice the MXFP4 bytes, and does not '
+            "fit their storage; use in_place=False or a packed layout"
+        )
+
+
+def _plain_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """The tensor without gradient tracking and without a subclass (vLLM's parameters are one)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConversionDtypeError(
+            f"{name}: expected a torch.Tensor, received {type(tensor).__name__}"
+        )
+    if tensor.layout != torch.strided or tensor.device.type not in DEVICES:
+        raise ConversionInputError(
+            f"{name}: expected a strided tensor with data on one of {DEVICES}, received layout "
+            f"{tensor.layout} on device {tensor.device}"
+        )
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype) for dtype in dtypes)
+        raise ConversionDtypeError(f"{name}: expected dtype {names}, received {tensor.dtype}")
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def check_source(
+    weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
+    """Dtypes, shapes and devices of MXFP4 experts -> weight, scale as uint8, (E, N, K)."""
+    weight = _plain_tensor("weight", weight, (torch.uint8,))
+    kinds = (torch.uint8,) if E8M0 is None else (torch.uint8, E8M0)
+    scale = _plain_tensor("scale", scale, kinds)
+    if weight.dim() != 3 or scale.dim() != 3:
+        raise ConversionInputError(
+            "expected weight [E, N, K/2] and scale [E, N, K/32], received weight "
+            f"{list(weight.shape)} and scale {list(scale.shape)}"
+        )
+    e, n, half = weight.shape
+    k = 2 * half
+    if k % GROUP_SIZE:
+        raise ConversionInputError(
+            f"weight {list(weight.shape)}: K = {k} is not a multiple of {GROUP_SIZE}"
+        )
+    if tuple(scale.shape) != (e, n, k // GROUP_SIZE):
+        raise ConversionInputError(
+            f"scale: weight {list(weight.shape)} needs scale {[e, n, k // GROUP_SIZE]} (one byte "
+            f"for {GROUP_SIZE} values along K), received {list(scale.shape)}"
+        )
+    if weight.device != scale.device:
+        raise ConversionInputError(
+            f"weight is on {weight.device} and scale on {scale.device}; expected one device"
+        )
+    return weight, scale.view(torch.uint8), (e, n, k)
+
+
+def check_layout_fits(layout: str, shape: tuple[int, int, int]) -> None:
+    _, n, k = shape
+    if layout == "aiter" and (n % AITER_ROWS or (k // GROUP_SIZE) % 2):
+        raise ConversionInputError(
+            f'layout "aiter" needs N a multiple of {AITER_ROWS} and an even number of groups of '
+            f"{GROUP_SIZE} along K; received N = {n}, K = {k} ({k // GROUP_SIZE} groups)"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor may share a byte (sufficient test)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach = stride * (size - 1) + reach
+    return False
+
+
+def check_in_place(weight: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
+    """Whether the converted bytes can take the storage of `weight`."""
+    if weight.numel() == 0:
+        return
+    strides = f"strides {list(weight.stride())}, storage offset {weight.storage_offset()}"
+    if _overlaps(weight):
+        raise ConversionInputError(
+            f"in_place: the elements of weight share memory ({strides}, an expanded tensor?); "
+            "pass a tensor with its own storage or in_place=False"
+        )
+    if weight.is_inference() and not torch.is_inference_mode_enabled():
+        raise ConversionInputError(
+            "in_place: weight was created in torch.inference_mode() and cannot be written outside "
+            "it; convert inside inference_mode or with in_place=False"
+        )
+    if layout == "pack_quantized":
+        apart = [
+            s for s, size in zip(weight.stride()[:2], weight.shape[:2], strict=True) if size > 1
+        ]
+        if weight.stride(2) != 1 or any(v % 4 for v in (*apart, weight.storage_offset())):
+            raise ConversionInputError(
+                'in_place: layout "pack_quantized" makes int32 words of the bytes of weight, which '
+                f"must lie in runs of four; received {strides}; pass weight.contiguous() or "
+                "in_place=False"
+            )
+    start, end = weight.data_ptr(), scale.data_ptr()
+    same = weight.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
+    if same and not _disjoint(weight, scale):
+        raise ConversionInputError(
+            f"in_place: weight (at {start:#x}) and scale (at {end:#x}) share memory; the scales "
+            "must outlive the weight's bytes; pass separate tensors or in_place=False"
+        )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum(s * (size - 1) for s, size in zip(tensor.stride(), tensor.shape, strict=True))
+    start = int(tensor.storage_offset())
+    return start, start + int(reach) + 1
+
+
+def _disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a1 <= b0 or b1 <= a0
+
+
+def check_values(weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Refuse NaN scales and values that bf16 cannot hold, naming the first place.
+
+    Only groups with a byte of 253 or more need a look at their codes, so that the usual cost is
+    one maximum over the scales.
+    """
+    threshold = min(OVERFLOW)
+    if scale.numel() == 0 or int(scale.max()) < threshold:
+        return
+    count, first = 0, None
+    for expert in range(len(scale)):
+        rows, groups = torch.nonzero(scale[expert] >= threshold, as_tuple=True)
+        if not len(rows):
+            continue
+        byte = scale[expert][rows, groups]
+        packed = weight[expert].unflatten(-1, (-1, GROUP_SIZE // 2))[rows, groups]
+        largest = torch.maximum(packed & 7, (packed >> 4) & 7).amax(-1)
+        bad = byte == 255
+        for value, code in OVERFLOW.items():
+            bad |= (byte == value) & (largest >= code)
+        places = torch.nonzero(bad).flatten()
+        count += len(places)
+        if len(places) and first is None:
+            i = int(places[0])
+            first = (expert, int(rows[i]), int(groups[i]), int(byte[i]))
+    if first is None:
+        return
+    e, row, group, byte_value = first
+    why = (
+        "is NaN"
+        if byte_value == 255
+        else f"makes values of 2^128 or more (2^{byte_value - 127} times a code up to 6.0), which "
+        "bfloat16 cannot hold"
+    )
+    raise ConversionInputError(
+        f"expert {e}, row {row}, group {group} (values {group * GROUP_SIZE} to "
+        f"{(group + 1) * GROUP_SIZE - 1} along K): scale byte {byte_value} {why}; {count} such "
+        f"group{'s' if count != 1 else ''} in all. Expected bytes 0..254 and finite values: the "
+        "checkpoint is damaged or not MXFP4. Nothing was written."
+    )
