@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Checkpoints that tests of the CPU model share, and the way to its support modules."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm.entrypoints.kimi_k3.checkpoint.spec import PRESETS, ModelSpec
+from vllm.entrypoints.kimi_k3.make_checkpoint import write_checkpoint
+
+# Helpers are also run as scripts and import one another; importlib mode adds nothing to the path.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[..., Path]:
+    """Write a checkpoint like the tiny preset's, text-only unless told otherwise, once each."""
+    made: dict[ModelSpec, Path] = {}
+
+    def make(**changes) -> Path:
+        spec = replace(PRESETS["tiny"], **({"vision": None} | changes))
+        if spec not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            write_checkpoint(folder, spec, shards=3)
+            made[spec] = folder
+        return made[spec]
+
+    return make

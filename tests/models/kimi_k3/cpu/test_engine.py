@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The real engine against the reference: every kind of stack, expert format and parallel layout."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from k3_engine import Answer, Job, run_jobs
+from k3_reference import Reference
+
+from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat, Stack
+
+LENGTHS = (1, 63, 64, 65, 500)
+# The bar of the project for float32. The engine and the reference add in different orders;
+# differences seen are below 5e-5.
+LOGPROB_TOLERANCE = 1e-4
+
+SINGLE = list(product(Stack, (64, 128), ExpertFormat))
+
+
+def make_prompts(lengths=LENGTHS, seed=0) -> list[list[int]]:
+    """Random prompts of the given lengths, of text tokens only."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 500, (n,), generator=generator).tolist() for n in lengths]
+
+
+def compare(folder: Path, prompts: list[list[int]], answers: list[Answer]) -> None:
+    """Hold every token and logprob of the answers against the reference.
+
+    The reference reads prompt and answer at once: when each token is the reference's own choice
+    after those before it, both have generated the same text.
+    """
+    reference = Reference(folder)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference.logits(prompt + answer.tokens[:-1])[len(prompt) - 1 :]
+        logprobs = logits.log_softmax(dim=-1)
+        expected = logprobs.argmax(dim=-1).tolist()
+        assert answer.tokens == expected, f"prompt of {len(prompt)} tokens"
+        chosen = logprobs.gather(1, torch.tensor(answer.tokens).unsqueeze(1)).squeeze(1)
+        difference = (chosen - torch.tensor(answer.logprobs)).abs().max().item()
+        assert difference <= LOGPROB_TOLERANCE, f"prompt of {len(prompt)} tokens"
+
+
+@pytest.fixture(scope="module")
+def single(checkpoint, tmp_path_factory):
+    """Answers of one engine a configuration, all in one process."""
+    jobs = [
+        Job(str(checkpoint(stack=s, head_dim=d, expert_format=f)), make_prompts())
+        for s, d, f in SINGLE
+    ]
+    answers = run_jobs(jobs, tmp_path_factory.mktemp("single"), timeout=400)
+    return dict(zip(SINGLE, answers, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stack", "head_dim", "expert_format"), SINGLE, ids=lambda v: str(getattr(v, "value", v))
+)
+def test_one_rank_equals_reference(single, checkpoint, stack, head_dim, expert_format):
+    folder = checkpoint(stack=stack, head_dim=head_dim, expert_format=expert_format)
+    compare(folder, make_prompts(), single[stack, head_dim, expert_format])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_format", list(ExpertFormat))
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "tp2-ep"])
+def test_two_ranks_equal_reference(checkpoint, tmp_path, expert_format, expert_parallel):
+    folder = checkpoint(expert_format=expert_format, head_dim=128)
+    args = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    prompts = make_prompts()
+    (answers,) = run_jobs([Job(str(folder), prompts, args)], tmp_path)
+    compare(folder, prompts, answers)
