@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Gathers the subcommands of `kimi-k3`. Imports neither torch nor vLLM; a subcommand may, when run.
-
-Subcommands are imported with ``from package.module import name``. The form ``from package import
-module`` would import the top package, which is vLLM (see `vllm_overlay.console`).
-"""
+"""Gathers the subcommands of `kimi-k3`. Imports no torch and uses no vLLM; a subcommand may."""
 
 import typer
 

@@ -2,84 +2,22 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 make-checkpoint`: a Kimi-K3 checkpoint with random weights, for tests and rehearsals.
 
-The command parses and prints; `write_checkpoint` does the work. Nothing is downloaded, and an
-existing folder with files in it is never written into.
+Parses and prints; `checkpoint.write` does the work, and imports torch only when it is to be done.
 """
 
-import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from vllm.entrypoints.kimi_k3.checkpoint.shards import Shard, split, write_index, write_shard
 from vllm.entrypoints.kimi_k3.checkpoint.spec import PRESETS, ExpertFormat, ModelSpec, Stack
-from vllm.entrypoints.kimi_k3.checkpoint.tensors import Role, TensorSpec, checkpoint_tensors
-from vllm.entrypoints.kimi_k3.checkpoint.tokenizer import write_tokenizer
-from vllm.entrypoints.kimi_k3.checkpoint.values import draw, draw_mxfp4
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.kimi_k3.checkpoint.shards import Shard
 
 HEADERS_ONLY = "k3-shapes"
 _DEFAULT_SHARDS = {"tiny": 3, "small": 4, HEADERS_ONLY: 96}
-
-
-def write_checkpoint(
-    folder: Path,
-    spec: ModelSpec,
-    *,
-    shards: int,
-    seed: int = 0,
-    headers_only: bool = False,
-    on_shard: Callable[[Shard], None] = lambda shard: None,
-) -> list[Shard]:
-    """Write config, tokenizer, shards and, last, the index.
-
-    Args:
-        folder: created; must not exist or be empty.
-        spec: the model's sizes.
-        shards: number of safetensors files.
-        seed: of all values and of the order of experts.
-        headers_only: write shards of the right size that are a header and a hole.
-        on_shard: called when a shard is complete.
-
-    Returns:
-        The shards.
-
-    Raises:
-        FileExistsError: the folder has files in it.
-        ValueError: sizes or a number of shards that do not fit.
-
-    """
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: expected a new or empty folder, found files in it")
-    parts = split(checkpoint_tensors(spec, seed), shards)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(spec.config(), indent=2) + "\n")
-    if spec.vision is not None:
-        (folder / "preprocessor_config.json").write_text(
-            json.dumps(spec.preprocessor_config(), indent=2) + "\n"
-        )
-    write_tokenizer(folder, spec.vocab_size)
-
-    def contents(tensors: tuple[TensorSpec, ...]) -> Iterator[torch.Tensor]:
-        scales: dict[str, torch.Tensor] = {}
-        for tensor in tensors:
-            if tensor.role is Role.CODES:
-                codes, scale = draw_mxfp4(tensor, seed)
-                scales[tensor.name.replace("_packed", "_scale")] = scale
-                yield codes
-            elif tensor.role is Role.SCALES:
-                yield scales.pop(tensor.name)
-            else:
-                yield draw(tensor, seed, heads=spec.heads)
-
-    for shard in parts:
-        write_shard(folder, shard, None if headers_only else contents)
-        on_shard(shard)
-    write_index(folder, parts)
-    return parts
 
 
 def make_checkpoint(
@@ -148,9 +86,11 @@ def make_checkpoint(
     typer.echo(f"{directory}: {tensors:,} tensors, {size / 1e9:,.3f} GB in {len(written)} shards")
 
 
-def _write_with_progress(folder: Path, spec: ModelSpec, *, shards: int, **kwargs) -> list[Shard]:
+def _write_with_progress(folder: Path, spec: ModelSpec, *, shards: int, **kwargs) -> list["Shard"]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
 
     columns = (
         TextColumn("writing shards"),

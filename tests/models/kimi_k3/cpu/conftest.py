@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm.entrypoints.kimi_k3.checkpoint.spec import PRESETS, ModelSpec
-from vllm.entrypoints.kimi_k3.make_checkpoint import write_checkpoint
+from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
 
 # Helpers are also run as scripts and import one another; importlib mode adds nothing to the path.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
