@@ -18,6 +18,16 @@ LENGTHS = (1, 63, 64, 65, 500)
 LOGPROB_TOLERANCE = 1e-4
 
 SINGLE = list(product(Stack, (64, 128), ExpertFormat))
+DOUBLE = list(product((False, True), ExpertFormat))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The reference works on small matrices, where a thread that waits for a core costs most."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_prompts(lengths=LENGTHS, seed=0) -> list[list[int]]:
@@ -63,12 +73,59 @@ def test_one_rank_equals_reference(single, checkpoint, stack, head_dim, expert_f
     compare(folder, make_prompts(), single[stack, head_dim, expert_format])
 
 
+@pytest.fixture(scope="module")
+def double(checkpoint, tmp_path_factory):
+    """Answers of two ranks, tensor parallel, with experts split and spread."""
+    jobs = [
+        Job(
+            str(checkpoint(expert_format=f, head_dim=128)),
+            make_prompts(),
+            {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel},
+        )
+        for expert_parallel, f in DOUBLE
+    ]
+    answers = run_jobs(jobs, tmp_path_factory.mktemp("double"), timeout=400)
+    return dict(zip(DOUBLE, answers, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_format", list(ExpertFormat))
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "tp2-ep"])
-def test_two_ranks_equal_reference(checkpoint, tmp_path, expert_format, expert_parallel):
+@pytest.mark.parametrize(
+    ("expert_parallel", "expert_format"),
+    DOUBLE,
+    ids=[f"{'tp2-ep' if e else 'tp2'}-{f.value}" for e, f in DOUBLE],
+)
+def test_two_ranks_equal_reference(double, checkpoint, expert_parallel, expert_format):
     folder = checkpoint(expert_format=expert_format, head_dim=128)
-    args = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
-    prompts = make_prompts()
-    (answers,) = run_jobs([Job(str(folder), prompts, args)], tmp_path)
-    compare(folder, prompts, answers)
+    compare(folder, make_prompts(), double[expert_parallel, expert_format])
+
+
+# Twelve requests; the last arrive while the first are still answering.
+STAGGERED_LENGTHS = (30, 7, 64, 12, 130, 3, 45, 64, 17, 90, 5, 33)
+ARRIVALS = {"max_num_seqs": 16, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def staggered(checkpoint, tmp_path_factory):
+    """Answers to the same twelve requests: alone, three steps apart, and apart on stock zeroing."""
+    folder = str(checkpoint())
+    prompts = make_prompts(STAGGERED_LENGTHS, seed=1)
+    jobs = [
+        # Arrivals further apart than an answer is long: each request has the engine to itself.
+        Job(folder, prompts, ARRIVALS, max_tokens=40, stagger=48),
+        Job(folder, prompts, ARRIVALS, max_tokens=40, stagger=3),
+        Job(folder, prompts, ARRIVALS, max_tokens=40, stagger=3, stock_zeroing=True),
+    ]
+    return run_jobs(jobs, tmp_path_factory.mktemp("staggered"))
+
+
+def test_staggered_requests_equal_solo_runs(staggered, checkpoint):
+    solo, together, _ = staggered
+    assert [a.tokens for a in together] == [a.tokens for a in solo]
+    compare(checkpoint(), make_prompts(STAGGERED_LENGTHS, seed=1), together)
+
+
+def test_staggered_requests_are_wrong_with_upstreams_zeroing(staggered):
+    """The fault that the amendment of the CPU model runner repairs is there without it."""
+    solo, _, stock = staggered
+    wrong = sum(a.tokens != b.tokens for a, b in zip(solo, stock, strict=True))
+    assert wrong > 0

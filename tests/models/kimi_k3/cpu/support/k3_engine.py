@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Runs jobs on real vLLM engines, in a process of its own.
 
-`run_jobs` is called by tests. It starts this file as a script, which reads jobs from a JSON file and
-writes the answers to another. With one rank the engine runs inside the script, where it starts in
-seconds; with more it starts workers as in production.
+`run_jobs` is called by tests. It starts this file as a script, which reads jobs from a JSON file
+and writes the answers to another. The engine core runs inside the script, where it starts in
+seconds; several ranks get workers as in production. `k3_server` is for all of production's parts.
 """
 
 import gc
@@ -21,6 +21,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Tiny layers gain nothing from a second thread, and one that waits for a busy core costs a lot.
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -54,6 +57,11 @@ class Answer:
     logprobs: list[float]
 
 
+def bind(ranks: int) -> str:
+    """Value of VLLM_CPU_OMP_THREADS_BIND: a core for each of several ranks, or no binding."""
+    return "nobind" if ranks == 1 else "|".join(str(rank) for rank in range(ranks))
+
+
 def run_jobs(jobs: list[Job], folder: Path, timeout: float = 300) -> list[list[Answer]]:
     """Run jobs one after another in one fresh process.
 
@@ -71,11 +79,7 @@ def run_jobs(jobs: list[Job], folder: Path, timeout: float = 300) -> list[list[A
     source.write_text(json.dumps([asdict(job) for job in jobs]))
     ranks = {job.args.get("tensor_parallel_size", 1) for job in jobs}
     environment = os.environ | ENVIRONMENT
-    if ranks == {1}:
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    else:
-        # One core a rank, whatever the machine has.
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(r) for r in range(max(ranks)))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = bind(max(ranks))
     with (folder / "log.txt").open("w") as log:
         code = subprocess.run(
             [sys.executable, __file__, str(source), str(target)],
@@ -88,14 +92,12 @@ def run_jobs(jobs: list[Job], folder: Path, timeout: float = 300) -> list[list[A
     if code or not target.exists():
         tail = (folder / "log.txt").read_text()[-6000:]
         raise RuntimeError(f"the engine process ended with {code}:\n{tail}")
-    return [
-        [Answer(**answer) for answer in answers] for answers in json.loads(target.read_text())
-    ]
+    return [[Answer(**answer) for answer in answers] for answers in json.loads(target.read_text())]
 
 
 def _main(source: str, target: str) -> None:
     jobs = [Job(**job) for job in json.loads(Path(source).read_text())]
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+    if all(job.args.get("tensor_parallel_size", 1) == 1 for job in jobs):
         from vllm.platforms import current_platform
 
         # An engine in this process does this again, after numba is loaded, and upstream's scan of

@@ -19,7 +19,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Values of ``[N, K / 2]`` code pairs with ``[N, K / 32]`` e8m0 scales, as float32 ``[N, K]``."""
+    """Values ``[N, K]`` of ``[N, K / 2]`` pairs of codes with ``[N, K / 32]`` e8m0 scales."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
     values = torch.where(codes < 8, 1.0, -1.0) * E2M1[codes % 8]
     return values * torch.exp2(scale.double() - 127).float().repeat_interleave(32, dim=1)
@@ -108,9 +108,7 @@ class Reference:
 
     def mlp(self, x: Tensor, prefix: str) -> Tensor:
         """Dense gated layer, also the shared experts."""
-        hidden = self.situ(
-            self.linear(x, f"{prefix}gate_proj"), self.linear(x, f"{prefix}up_proj")
-        )
+        hidden = self.situ(self.linear(x, f"{prefix}gate_proj"), self.linear(x, f"{prefix}up_proj"))
         return self.linear(hidden, f"{prefix}down_proj")
 
     def expert_weight(self, name: str) -> Tensor:
@@ -152,9 +150,7 @@ class Reference:
         )
         compressed = self.norm(compressed, f"{prefix}kv_a_layernorm")
         kv = self.linear(compressed, f"{prefix}kv_b_proj").view(tokens, heads, nope + value)
-        k = torch.cat(
-            [kv[..., :nope], shared_key.unsqueeze(1).expand(tokens, heads, rope)], dim=-1
-        )
+        k = torch.cat([kv[..., :nope], shared_key.unsqueeze(1).expand(tokens, heads, rope)], dim=-1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(nope + rope)
         future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -math.inf)
