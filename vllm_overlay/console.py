@@ -31,7 +31,7 @@ class _Deferred(ModuleType):
         spec = self.__spec__
         if spec is None or spec.loader is None:
             raise AttributeError(name)
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         self.__path__ = list(spec.submodule_search_locations or [])
         spec.loader.exec_module(self)
         return getattr(self, name)

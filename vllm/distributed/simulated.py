@@ -8,6 +8,7 @@ Collectives return at once and exchange nothing, so no result that crosses ranks
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def simulated_parallel(
         )
     new_group = dist.new_group
 
-    def new_fake_group(ranks: list[int], **kwargs: object) -> dist.ProcessGroup:
+    def new_fake_group(ranks: list[int], **kwargs: Any) -> dist.ProcessGroup:
         return new_group(ranks, **{**kwargs, "backend": "fake"})
 
     def coordinator_without_peers(self, *args, **kwargs) -> None:

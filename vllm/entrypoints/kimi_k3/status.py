@@ -91,9 +91,9 @@ def _amendments(tree: Tree, switched_off: bool) -> list[Amendment]:
             failures[outcome.module] = error
     rows = []
     for outcome in vllm_overlay.outcomes():
-        error = failures.get(outcome.module)
-        if outcome.state is vllm_overlay.State.WAITING and error is not None:
-            rows.append(Amendment(outcome.module, "not importable", str(error)))
+        failure = failures.get(outcome.module)
+        if outcome.state is vllm_overlay.State.WAITING and failure is not None:
+            rows.append(Amendment(outcome.module, "not importable", str(failure)))
         else:
             rows.append(Amendment(outcome.module, outcome.state.value, outcome.reason))
     return rows

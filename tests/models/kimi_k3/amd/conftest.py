@@ -16,11 +16,14 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.simulated import simulated_parallel
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.models.kimi_k3.amd import kda
+from vllm.platforms import current_platform
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 HEAD_DIM = 128
 HIDDEN = 64
+# The GPU where there is one, so that the same tests check the loading on real hardware.
+DEVICE = torch.device("cuda" if current_platform.is_cuda_alike() else "cpu")
 PREFIX = "model.layers.0.self_attn"
 SHARDS = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
 
@@ -62,7 +65,10 @@ class Rank:
         wide = self.heads * HEAD_DIM
         rows = (wide, wide, wide, wide, HEAD_DIM, self.heads)
         return [
-            torch.randint(-8, 9, (n, HIDDEN), generator=generator).to(torch.bfloat16) for n in rows
+            torch.randint(-8, 9, (n, HIDDEN), generator=generator, device="cpu")
+            .to(torch.bfloat16)
+            .to(DEVICE)
+            for n in rows
         ]
 
     def expected(self, sources: list[torch.Tensor]) -> torch.Tensor:
@@ -87,12 +93,19 @@ class Rank:
             yield shard, reference
 
 
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    with DEVICE:
+        yield
+
+
 @pytest.fixture
 def rank_of(monkeypatch) -> Callable[..., contextmanager]:
     """Return a context that builds a `Rank`: ``with rank_of(heads=96, tp=8, rank=7) as rank``."""
-    # Both ask for a ROCm GPU.
-    for name in ("is_fused_kda_decode_supported", "is_fused_kda_chunk_supported"):
-        monkeypatch.setattr(kda, name, lambda *args: False)
+    if not current_platform.is_rocm():
+        # Both ask for a ROCm GPU.
+        for name in ("is_fused_kda_decode_supported", "is_fused_kda_chunk_supported"):
+            monkeypatch.setattr(kda, name, lambda *args: False)
 
     @contextmanager
     def build(*, heads: int, tp: int = 8, rank: int = 0, online: str | None = None, quant=None):

@@ -18,6 +18,8 @@ Ledger
 from torch.nn import Parameter
 
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
+from vllm.model_executor.parameter import BasevLLMParameter
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.models.kimi_k3.amd.kda_alignment import ShardRecord, describe
 from vllm_overlay import require, stand_down
 
@@ -92,8 +94,13 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
             record = describe(
                 self, name, local_sizes=local_sizes[:checkpoint_shards], padding=padding
             )
-            param.shard_record = record
-            param.weight_loader_numel = record.loadable_numel(param)
+            set_weight_attrs(
+                param,
+                {
+                    "shard_record": record,
+                    "weight_loader_numel": record.loadable_numel(param),
+                },
+            )
             record.fill_alignment(param)
 
     def weight_loader(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
@@ -102,7 +109,9 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             self._fill_alignment(param)
 
-    def weight_loader_v2(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
+    def weight_loader_v2(
+        self, param: BasevLLMParameter, loaded_weight, loaded_shard_id=None
+    ) -> None:
         """As `weight_loader`, for vLLM's parameter classes."""
         if self._accept(param, loaded_shard_id):
             super().weight_loader_v2(param, loaded_weight, loaded_shard_id)

@@ -6,6 +6,7 @@ Describes one parameter at a time and never loads, counts or processes weights i
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -105,7 +106,7 @@ def describe(
     size = param.shape[output_dim]
     rows = 0
     if isinstance(param, BlockQuantScaleParameter):
-        block = layer.weight_block_size[0]
+        block = cast(list[int], layer.weight_block_size)[0]
         rows = size - -(-real // block)
     elif getattr(param, "packed_dim", None) == output_dim:
         factor = param.packed_factor

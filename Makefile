@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+
+PYTHON ?= python3.11
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+# vLLM takes seconds to import; without its compiled bytecode on disk, many.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help env demo test quick lint types ledger wheel clean
+
+help: ## Show the targets.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 10
+
+env: ## Build the CPU environment in .venv.
+	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev
+
+demo: env ## Load a checkpoint, stock beside overlay.
+	@$(VENV)/bin/python tools/demo_kda_load.py
+
+test: env ## Run all tests that need no GPU.
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+quick: env ## Run the tests that take no more than seconds each.
+	@$(VENV)/bin/python -m pytest -m "not slow and not network" $(PYTEST_ARGS)
+
+lint: env ## Check style and format.
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+
+types: env ## Check types.
+	@$(VENV)/bin/mypy
+
+ledger: env ## Write docs/ledger.md anew.
+	@$(VENV)/bin/python -m vllm_overlay.ledger > docs/ledger.md
+
+wheel: env ## Build the wheel in dist/.
+	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## Remove the environment and everything built.
+	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
