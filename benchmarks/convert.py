@@ -28,9 +28,7 @@ from recipe import convert_step_by_step
 
 load_mxfp4_int4()
 from mxfp4_int4 import convert_experts  # noqa: E402
-from mxfp4_int4.convert import _convert  # noqa: E402
-from mxfp4_int4.lookup import convert_slab as by_lookup  # noqa: E402
-from mxfp4_int4.naive import convert_slab as by_definition  # noqa: E402
+from mxfp4_int4.convert import LOOKUP, NAIVE, _convert  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
 
@@ -136,7 +134,7 @@ def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) ->
         per_expert = bits(fast.scale).view(len(weight), -1)
         for i in sorted({0, len(weight) // 2, len(weight) - 1}):
             part = slice(i, i + 1)
-            slow = _convert(weight[part], scale[part], layout, rule, 8, False, False, by_definition)
+            slow = _convert(weight[part], scale[part], layout, rule, 8, False, False, NAIVE)
             same(
                 f"{rule}, expert {i}, against the definition",
                 (fast.weight[part], slow.weight),
@@ -144,7 +142,7 @@ def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) ->
             )
         for i in range(0, len(weight), 8):
             part = slice(i, i + 8)
-            other = _convert(weight[part], scale[part], layout, rule, 8, False, False, by_lookup)
+            other = _convert(weight[part], scale[part], layout, rule, 8, False, False, LOOKUP)
             same(
                 f"{rule}, experts from {i}, against the lookup path",
                 (fast.weight[part], other.weight),

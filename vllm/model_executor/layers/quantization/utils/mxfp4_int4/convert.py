@@ -6,13 +6,15 @@ Owns buffers, storage and what happens when a conversion in place is interrupted
 and packs no code: that is the implementations' work, and they all give the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
-from . import lookup
+from . import lookup, naive
 from .dequant import ConvertedExperts
 from .errors import ConversionInterruptedError
 from .inputs import (
@@ -22,13 +24,13 @@ from .inputs import (
     check_source,
     check_values,
 )
-from .layouts import AITER_ROWS, Layout, ScaleRule, gather_scales, scale_shape, weight_spec
+from .layouts import AITER_ROWS, Layout, ScaleRule, scale_shape, weight_spec
 from .stats import ConversionStats, measure
 
 
 class ConvertSlab(Protocol):
     """Converts uint8 weight [E, N, K/2] and scale [E, N, G] into buffers of `layouts.weight_spec`
-    and int16 `layouts.scale_shape`. The buffers never share memory with the source."""
+    and int16 `layouts.scale_shape`."""
 
     def __call__(
         self,
@@ -41,18 +43,30 @@ class ConvertSlab(Protocol):
     ) -> None: ...
 
 
-# Packed bytes that are worked on at a time where the whole cannot be: in place, or with stats.
-# A slab of one expert is cut further, at multiples of 16 rows.
-SLAB_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+@dataclass(frozen=True)
+class Implementation:
+    """One way to convert. `in_place(layout, groups)`: may the output be the bytes of `weight`?"""
+
+    convert: ConvertSlab
+    in_place: Callable[[str, int], bool]
+    largest_byte: Callable[[torch.Tensor], int]
 
 
-def pick_implementation(device: torch.device) -> ConvertSlab:
+NAIVE = Implementation(naive.convert_slab, lambda layout, groups: False, lookup.largest_byte)
+LOOKUP = Implementation(lookup.convert_slab, lookup.converts_in_place, lookup.largest_byte)
+
+# Packed bytes that are worked on at a time where the whole cannot be: with statistics, and in place
+# with an implementation that cannot write over its source.
+SLAB_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+
+
+def pick_implementation(device: torch.device) -> Implementation:
     """The fastest implementation for tensors on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from . import triton_kernel
+        from . import triton_kernel as fused
 
-        return triton_kernel.convert_slab
-    return lookup.convert_slab
+        return Implementation(fused.convert_slab, fused.converts_in_place, fused.largest_byte)
+    return LOOKUP
 
 
 def _slabs(
@@ -114,7 +128,7 @@ def _convert(
     chunk_experts: int,
     in_place: bool,
     collect_stats: bool,
-    implementation: ConvertSlab | None,
+    implementation: Implementation | None,
 ) -> ConvertedExperts:
     """`convert_experts` with a chosen implementation; None picks the fastest."""
     check_options(layout, scale_rule, chunk_experts, in_place)
@@ -122,8 +136,8 @@ def _convert(
     check_layout_fits(layout, shape)
     if in_place:
         check_in_place(weight, scale, layout)
-    check_values(weight, scale)
-    convert = implementation or pick_implementation(weight.device)
+    work = implementation or pick_implementation(weight.device)
+    check_values(weight, scale, work.largest_byte)
 
     size, dtype = weight_spec(layout, shape)
     if in_place and weight.numel():
@@ -131,48 +145,43 @@ def _convert(
     else:
         out_weight = torch.empty(size, dtype=dtype, device=weight.device)
     bits = torch.empty(scale_shape(layout, shape), dtype=torch.int16, device=weight.device)
-    stats = ConversionStats() if collect_stats else None
+    direct = not in_place or (weight.is_contiguous() and work.in_place(layout, scale.shape[2]))
 
+    stats = ConversionStats() if collect_stats else None
     if weight.numel() == 0:
         pass
-    elif not in_place and not collect_stats:
-        convert(weight, scale, layout, scale_rule, out_weight, bits)
+    elif direct and not collect_stats:
+        with _whole_or_condemned(scale, in_place):
+            work.convert(weight, scale, layout, scale_rule, out_weight, bits)
     else:
-        started = False
-        limit = SLAB_BYTES[weight.device.type]
-        try:
-            for experts, rows in _slabs(shape, chunk_experts, limit):
-                source, bytes_ = weight[experts, rows], scale[experts, rows]
+        with _whole_or_condemned(scale, in_place):
+            for experts, rows in _slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
+                source, source_scale = weight[experts, rows], scale[experts, rows]
                 slab = (source.shape[0], source.shape[1], shape[2])
-                target, part = out_weight[experts, rows], _scale_part(bits, layout, experts, rows)
-                work = torch.empty(weight_spec(layout, slab)[0], dtype=dtype, device=weight.device)
-                convert(source, bytes_, layout, scale_rule, work, part)
+                new = torch.empty(weight_spec(layout, slab)[0], dtype=dtype, device=weight.device)
+                places = bits[experts, :, rows] if layout == "aiter" else bits[experts, rows]
+                work.convert(source, source_scale, layout, scale_rule, new, places)
                 if stats is not None:
-                    slab_bits = (
-                        gather_scales(part.reshape(-1), layout, slab) if layout == "aiter" else part
-                    )
-                    stats = stats.merge(measure(source, bytes_, layout, work, slab_bits))
-                started = in_place
-                target.copy_(work)
-        except BaseException as error:
-            if started:
-                _condemn(scale, error)
-            raise
+                    stats = stats.merge(measure(source, source_scale, layout, new, places))
+                out_weight[experts, rows].copy_(new)
     result = bits.view(torch.bfloat16)
     return ConvertedExperts(out_weight, result.view(-1) if layout == "aiter" else result, stats)
 
 
-def _scale_part(bits: torch.Tensor, layout: str, experts: slice, rows: slice) -> torch.Tensor:
-    return bits[experts, :, rows] if layout == "aiter" else bits[experts, rows]
-
-
-def _condemn(scale: torch.Tensor, error: BaseException) -> None:
-    """Make a half-converted tensor unusable and say so."""
-    scale.fill_(255)
-    message = (
-        "in_place conversion was interrupted: the weight holds a mixture of MXFP4 and int4 bytes; "
-        "every byte of the scale tensor was set to 255 (NaN); load both tensors again"
-    )
-    if isinstance(error, Exception):
-        raise ConversionInterruptedError(f"{message}. Cause: {error!r}") from error
-    error.add_note(message)
+@contextmanager
+def _whole_or_condemned(scale: torch.Tensor, in_place: bool) -> Iterator[None]:
+    """Where work in place stops half way, make the mixed bytes unusable and say so."""
+    try:
+        yield
+    except BaseException as error:
+        if not in_place:
+            raise
+        scale.fill_(255)
+        message = (
+            "in_place conversion was interrupted: the weight may hold a mixture of MXFP4 and int4 "
+            "bytes; every byte of the scale tensor was set to 255 (NaN); load both tensors again"
+        )
+        if isinstance(error, Exception):
+            raise ConversionInterruptedError(f"{message}. Cause: {error!r}") from error
+        error.add_note(message)
+        raise

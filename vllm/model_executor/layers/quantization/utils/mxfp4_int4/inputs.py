@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Everything that is refused, before anything is written. Reads the tensors, changes none."""
 
+from collections.abc import Callable
+
 import torch
 
 from .definition import GROUP_SIZE, OVERFLOW
@@ -103,20 +105,21 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def check_in_place(weight: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
-    """Whether the converted bytes can take the storage of `weight`."""
+    """Whether the converted bytes can take the storage of `weight` (and, should the work be
+    interrupted, whether `scale` can be written)."""
     if weight.numel() == 0:
         return
-    strides = f"strides {list(weight.stride())}, storage offset {weight.storage_offset()}"
-    if _overlaps(weight):
-        raise ConversionInputError(
-            f"in_place: the elements of weight share memory ({strides}, an expanded tensor?); "
-            "pass a tensor with its own storage or in_place=False"
-        )
-    if weight.is_inference() and not torch.is_inference_mode_enabled():
-        raise ConversionInputError(
-            "in_place: weight was created in torch.inference_mode() and cannot be written outside "
-            "it; convert inside inference_mode or with in_place=False"
-        )
+    for name, tensor in (("weight", weight), ("scale", scale)):
+        if _overlaps(tensor):
+            raise ConversionInputError(
+                f"in_place: the elements of {name} share memory (strides {list(tensor.stride())}, "
+                "an expanded tensor?); pass a tensor with its own storage or in_place=False"
+            )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ConversionInputError(
+                f"in_place: {name} was created in torch.inference_mode() and cannot be written "
+                "outside it; convert inside inference_mode or with in_place=False"
+            )
     if layout == "pack_quantized":
         apart = [
             s for s, size in zip(weight.stride()[:2], weight.shape[:2], strict=True) if size > 1
@@ -124,15 +127,14 @@ def check_in_place(weight: torch.Tensor, scale: torch.Tensor, layout: str) -> No
         if weight.stride(2) != 1 or any(v % 4 for v in (*apart, weight.storage_offset())):
             raise ConversionInputError(
                 'in_place: layout "pack_quantized" makes int32 words of the bytes of weight, which '
-                f"must lie in runs of four; received {strides}; pass weight.contiguous() or "
-                "in_place=False"
+                f"must lie in runs of four; received strides {list(weight.stride())} at offset "
+                f"{weight.storage_offset()}; pass weight.contiguous() or in_place=False"
             )
-    start, end = weight.data_ptr(), scale.data_ptr()
     same = weight.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
     if same and not _disjoint(weight, scale):
         raise ConversionInputError(
-            f"in_place: weight (at {start:#x}) and scale (at {end:#x}) share memory; the scales "
-            "must outlive the weight's bytes; pass separate tensors or in_place=False"
+            "in_place: weight and scale share memory, and the weight's bytes are overwritten while "
+            "the scales are still read; pass separate tensors or in_place=False"
         )
 
 
@@ -147,14 +149,16 @@ def _disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a1 <= b0 or b1 <= a0
 
 
-def check_values(weight: torch.Tensor, scale: torch.Tensor) -> None:
+def check_values(
+    weight: torch.Tensor, scale: torch.Tensor, largest_byte: Callable[[torch.Tensor], int]
+) -> None:
     """Refuse NaN scales and values that bf16 cannot hold, naming the first place.
 
     Only groups with a byte of 253 or more need a look at their codes, so that the usual cost is
     one maximum over the scales.
     """
     threshold = min(OVERFLOW)
-    if scale.numel() == 0 or int(scale.max()) < threshold:
+    if scale.numel() == 0 or largest_byte(scale) < threshold:
         return
     count, first = 0, None
     for expert in range(len(scale)):

@@ -80,8 +80,8 @@ def place_scales(scales: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def gather_scales(scale: torch.Tensor, layout: str, shape: tuple[int, int, int]) -> torch.Tensor:
-    """The inverse of `place_scales`, from what `convert_experts` returns: [E, N, G]."""
+    """The inverse of `place_scales`, flat or not: [E, N, G]."""
     e, n, k = shape
     if layout != "aiter":
         return scale
-    return scale.view(e, k // 64, n, 2).permute(0, 2, 1, 3).reshape(e, n, k // 32)
+    return scale.reshape(e, k // 64, n, 2).permute(0, 2, 1, 3).reshape(e, n, k // 32)

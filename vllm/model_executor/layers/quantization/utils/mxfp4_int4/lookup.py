@@ -225,6 +225,17 @@ def _convert_rows(
     out_scale.copy_(place_scales(bits.view(1, n, g), layout)[0])
 
 
+def largest_byte(scale: torch.Tensor) -> int:
+    """The largest of a uint8 tensor that is not empty."""
+    return int(scale.max())
+
+
+def converts_in_place(layout: str, groups: int) -> bool:
+    """Whether `convert_slab` may be given the bytes of `weight` as its output: a block of rows is
+    read before it is written, and takes the same bytes in both forms."""
+    return layout != "plain"
+
+
 def convert_slab(
     weight: torch.Tensor,
     scale: torch.Tensor,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from .definition import GROUP_SIZE
-from .layouts import unpack_codes
+from .layouts import gather_scales, unpack_codes
 from .naive import unpack_values
 
 BYTES = 256
@@ -98,14 +98,14 @@ def measure(
 ) -> ConversionStats:
     """Compare a converted slab with its source.
 
-    weight uint8 [E, N, K/2], scale uint8 [E, N, G]; out_weight in `layout`; out_bits int16, bf16
-    bits of the scales [E, N, G]. Takes about 800 bytes a group while it works.
+    weight uint8 [E, N, K/2], scale uint8 [E, N, G]; out_weight and out_bits (int16, bf16 bits) in
+    `layout`, as `layouts` says. Takes about 800 bytes a group while it works.
     """
     shape = (weight.shape[0], weight.shape[1], 2 * weight.shape[2])
     byte = scale.reshape(-1).long()
     values = unpack_values(weight).reshape(-1, GROUP_SIZE)
     codes = unpack_codes(out_weight, layout, shape).reshape(-1, GROUP_SIZE).long()
-    bits = out_bits.reshape(-1).long()
+    bits = gather_scales(out_bits, layout, shape).reshape(-1).long()
 
     exponent = (bits >> 7) & 255
     significand = (bits & 127) + 128 * (exponent > 0)

@@ -50,21 +50,23 @@ def _spread(sizes, m, bit: tl.constexpr, index: tl.constexpr):
 
 
 @triton.jit
-def code_planes(sizes, negative, m1, m2, m3, m4, m5, m6, m7):
+def code_planes(sizes, negative, m1, m2, m3, m4, m5, m6, m7, SMALL: tl.constexpr):
     """Planes of the two's complement codes.
 
     sizes: uint32, |code| of magnitude index i at bits 4i..4i+3; negative: plane of the codes below
     zero if not zero; m1..m7: planes of the magnitudes. |code| 8 is -8 below zero, else 7.
+    SMALL: no code is larger than its magnitude in half units (so the first ones lack high bits).
     """
     q0 = _spread(sizes, m1, 0, 1) | _spread(sizes, m2, 0, 2) | _spread(sizes, m3, 0, 3)
     q0 |= _spread(sizes, m4, 0, 4) | _spread(sizes, m5, 0, 5) | _spread(sizes, m6, 0, 6)
     q0 |= _spread(sizes, m7, 0, 7)
-    q1 = _spread(sizes, m1, 1, 1) | _spread(sizes, m2, 1, 2) | _spread(sizes, m3, 1, 3)
-    q1 |= _spread(sizes, m4, 1, 4) | _spread(sizes, m5, 1, 5) | _spread(sizes, m6, 1, 6)
-    q1 |= _spread(sizes, m7, 1, 7)
-    q2 = _spread(sizes, m1, 2, 1) | _spread(sizes, m2, 2, 2) | _spread(sizes, m3, 2, 3)
-    q2 |= _spread(sizes, m4, 2, 4) | _spread(sizes, m5, 2, 5) | _spread(sizes, m6, 2, 6)
+    q1 = _spread(sizes, m2, 1, 2) | _spread(sizes, m3, 1, 3) | _spread(sizes, m4, 1, 4)
+    q1 |= _spread(sizes, m5, 1, 5) | _spread(sizes, m6, 1, 6) | _spread(sizes, m7, 1, 7)
+    q2 = _spread(sizes, m4, 2, 4) | _spread(sizes, m5, 2, 5) | _spread(sizes, m6, 2, 6)
     q2 |= _spread(sizes, m7, 2, 7)
+    if not SMALL:
+        q1 |= _spread(sizes, m1, 1, 1)
+        q2 |= _spread(sizes, m1, 2, 1) | _spread(sizes, m2, 2, 2) | _spread(sizes, m3, 2, 3)
     q3 = _spread(sizes, m6, 3, 6) | _spread(sizes, m7, 3, 7)
     clamped = q3 & ~negative
     q0, q1, q2 = q0 | clamped, q1 | clamped, q2 | clamped
@@ -77,13 +79,21 @@ def code_planes(sizes, negative, m1, m2, m3, m4, m5, m6, m7):
 
 @triton.jit
 def aiter_word(w):
-    """Eight nibbles v0..v7 -> v0, v4, v1, v5, v2, v6, v3, v7, lowest first."""
-    low, high = w & 0xFFFF, w >> 16
-    low = (low | (low << 8)) & 0x00FF00FF
-    high = (high | (high << 8)) & 0x00FF00FF
-    low = (low | (low << 4)) & 0x0F0F0F0F
-    high = (high | (high << 4)) & 0x0F0F0F0F
-    return low | (high << 4)
+    """Eight nibbles v0..v7 -> v0, v4, v1, v5, v2, v6, v3, v7, lowest first: swap the middle bytes,
+    then the middle nibbles of each half."""
+    t = (w ^ (w >> 8)) & 0x0000FF00
+    w = w ^ t ^ (t << 8)
+    t = (w ^ (w >> 4)) & 0x00F000F0
+    return w ^ t ^ (t << 4)
+
+
+@triton.jit
+def divide(numerator, denominator):
+    """Floor of the quotient of two int32 in 0..2^22 by way of float32, whatever its division rounds
+    to within 2 units in the last place: the remainder puts the quotient right."""
+    quotient = (numerator.to(tl.float32) / denominator.to(tl.float32)).to(tl.int32)
+    rest = numerator - quotient * denominator
+    return quotient + tl.where(rest >= denominator, 1, 0) - tl.where(rest < 0, 1, 0)
 
 
 @triton.jit

@@ -18,17 +18,27 @@ from .definition import (
     ABSMAX_SCALE_OFFSET,
     CANDIDATES,
     MAGNITUDES,
+    OVERFLOW,
     absmax_code,
     candidate_code,
     candidate_error,
 )
-from .triton_bits import aiter_word, code_planes, join_words, plain_words, popcount, to_planes
+from .triton_bits import (
+    aiter_word,
+    code_planes,
+    divide,
+    join_words,
+    plain_words,
+    popcount,
+    to_planes,
+)
 
 AITER, PACK_QUANTIZED, PLAIN = (tl.constexpr(i) for i in range(3))
 _LAYOUT_CODES = {"aiter": 0, "pack_quantized": 1, "plain": 2}
 ROWS = tl.constexpr(16)  # of an "aiter" block
-TILE = 128  # groups a program: one a thread
 WARPS = 4
+# A program holds whole blocks of 16 rows in registers, at most this many groups.
+HELD_GROUPS = 4096
 
 # "absmax" code maps in the table: by largest magnitude, then by byte under the 1e-6 floor.
 FLOOR_BYTES = range(100, 109)
@@ -87,6 +97,14 @@ def _weigh(key, count, weight: tl.constexpr):
 
 
 @triton.jit
+def _weigh_signs(key, count, above, below, weight: tl.constexpr, other: tl.constexpr):
+    """key + above * weight + below * other, where above + below = count."""
+    if weight == other:
+        return _weigh(key, count, weight)
+    return _weigh(_weigh(key, above, weight), below, other)
+
+
+@triton.jit
 def _fit(fit, norm, count, sizes, index: tl.constexpr, value: tl.constexpr):
     """Add `count` codes of magnitude `value` to sum(v*q) and sum(q*q)."""
     code = ((sizes >> (4 * index)) & 15).to(tl.int32)
@@ -101,25 +119,24 @@ def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
     n6, n8, n12 = popcount(m5), popcount(m6), popcount(m7)
     n8n, n12n = popcount(m6 & s), popcount(m7 & s)
     n8p, n12p = n8 - n8n, n12 - n12n
-    best = tl.full(byte.shape, 0x7FFFFFFF, tl.int32)
+    zeros = tl.zeros(byte.shape, tl.int32)
+    best = zeros + 0x7FFFFFFF
     for c in tl.static_range(_CANDIDATES):
-        key = tl.full(byte.shape, c, tl.int32)
-        key = _weigh(key, n1, _KEYS[c][0])
+        # Candidates of either sign differ in the last terms only; the sums before are shared.
+        key = _weigh(zeros, n1, _KEYS[c][0])
         key = _weigh(key, n2, _KEYS[c][1])
         key = _weigh(key, n3, _KEYS[c][2])
         key = _weigh(key, n4, _KEYS[c][3])
         key = _weigh(key, n6, _KEYS[c][4])
-        key = _weigh(key, n8p, _KEYS[c][5])
-        key = _weigh(key, n8n, _KEYS[c][6])
-        key = _weigh(key, n12p, _KEYS[c][7])
-        key = _weigh(key, n12n, _KEYS[c][8])
-        best = tl.minimum(best, key)
+        key = _weigh_signs(key, n8, n8p, n8n, _KEYS[c][5], _KEYS[c][6])
+        key = _weigh_signs(key, n12, n12p, n12n, _KEYS[c][7], _KEYS[c][8])
+        best = tl.minimum(best, key + c)
     choice = best & 15
     sizes = tl.load(table + choice).to(tl.uint32, bitcast=True)
     flipped = (_NEGATIVE >> choice) & 1
     below = s ^ (-flipped).to(tl.uint32, bitcast=True)
 
-    fit, norm = _fit(0, 0, n1, sizes, 1, 1)
+    fit, norm = _fit(zeros, zeros, n1, sizes, 1, 1)
     fit, norm = _fit(fit, norm, n2, sizes, 2, 2)
     fit, norm = _fit(fit, norm, n3, sizes, 3, 3)
     fit, norm = _fit(fit, norm, n4, sizes, 4, 4)
@@ -135,7 +152,7 @@ def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
     empty = norm == 0
     fit, norm = tl.where(empty, 1, fit), tl.where(empty, 1, norm)
     j = tl.minimum(byte, tl.where(fit < 2 * norm, 2, 1))
-    mantissa = ((fit << (j + 6)) + norm) // (2 * norm)
+    mantissa = divide((fit << (j + 6)) + norm, 2 * norm)
     return sizes, below, mantissa + 128 * (byte - j) + (flipped << 15)
 
 
@@ -159,41 +176,9 @@ def _choose_absmax(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
 
 
 @triton.jit
-def _convert_kernel(
-    weight,  # int64, two a group
-    scale,  # uint8, one a group
-    table,
-    out_weight,  # int64
-    out_scale,  # int16
-    rows,  # E * N
-    per_expert,  # N
-    groups: tl.constexpr,  # of a row
-    LAYOUT: tl.constexpr,
-    MSE: tl.constexpr,
-    TILE: tl.constexpr,  # groups a program
-):
-    """One group a lane. "aiter": lanes run down the 16 rows of a block first, then along K, so that
-    the 8 bytes of half a group in 16 rows are one run of 128, and a program writes one run of
-    TILE * 16. Else lanes run along K, as the output does."""
-    lane = tl.arange(0, TILE)
-    if LAYOUT == AITER:
-        start = tl.program_id(0).to(tl.int64) * (TILE // ROWS)
-        block = start // groups
-        column = (start - block * groups).to(tl.int32) + lane // ROWS
-        local = column // groups
-        group = column - local * groups
-        local_row = local * ROWS + lane % ROWS
-        first = block * (ROWS * groups)
-        offset = local_row * groups + group
-    else:
-        first = tl.program_id(0).to(tl.int64) * TILE
-        offset = lane
-    mask = offset < rows.to(tl.int64) * groups - first
-    byte = tl.load(scale + first + offset, mask=mask, other=0).to(tl.int32)
-    low = tl.load(weight + first * 2 + offset * 2, mask=mask, other=0).to(tl.uint64, bitcast=True)
-    high = tl.load(weight + first * 2 + (offset * 2 + 1), mask=mask, other=0)
-    high = high.to(tl.uint64, bitcast=True)
-
+def _convert_group(table, low, high, byte, MSE: tl.constexpr):
+    """16 bytes of a group as two uint64, and its e8m0 byte -> four words of codes in the order of
+    the source, bf16 scale bits."""
     p0, p1, p2, s = to_planes(
         low.to(tl.uint32), (low >> 32).to(tl.uint32), high.to(tl.uint32), (high >> 32).to(tl.uint32)
     )
@@ -203,31 +188,143 @@ def _convert_kernel(
         sizes, below, bits = _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7)
     else:
         sizes, below, bits = _choose_absmax(table, byte, s, m1, m2, m3, m4, m5, m6, m7)
-    q0, q1, q2, q3 = code_planes(sizes, below, m1, m2, m3, m4, m5, m6, m7)
+    q0, q1, q2, q3 = code_planes(sizes, below, m1, m2, m3, m4, m5, m6, m7, MSE)
     w0, w1, w2, w3 = to_planes(q0, q1, q2, q3)
+    return w0, w1, w2, w3, bits
 
+
+@triton.jit
+def _convert_kernel(
+    weight,  # int64, two a group
+    scale,  # uint8, one a group
+    table,
+    out_weight,  # int64; may be `weight` where IN_PLACE
+    out_scale,  # int16
+    total,  # groups in all
+    per_expert: tl.constexpr,  # rows, N
+    groups: tl.constexpr,  # of a row, G
+    LAYOUT: tl.constexpr,
+    MSE: tl.constexpr,
+    SPAN: tl.constexpr,  # groups a program
+    TILE: tl.constexpr,  # groups worked on at a time
+    TILES: tl.constexpr,
+    RUN: tl.constexpr,  # groups of a row that lie in neighbouring lanes
+    IN_PLACE: tl.constexpr,
+):
+    """One group a lane. "aiter": lanes run along RUN groups of a row, then down the 16 rows, so
+    that reads (16 bytes a lane along a row) and writes (8 bytes a lane down the rows) both come in
+    runs of whole sectors; a program writes one run of SPAN * 16 bytes. Else lanes run along K.
+
+    A program reads all its groups before it writes any. In place, SPAN is whole blocks of 16 rows,
+    so that no program writes what another one reads.
+    """
+    start = tl.program_id(0).to(tl.int64) * SPAN
     if LAYOUT == AITER:
-        w0, w1, w2, w3 = aiter_word(w0), aiter_word(w1), aiter_word(w2), aiter_word(w3)
-        place = out_weight + start * 32 + ((lane // ROWS) * 32 + lane % ROWS)
-        tl.store(place, join_words(w0, w1), mask=mask)
-        tl.store(place + ROWS, join_words(w2, w3), mask=mask)
-        # [E, G/2, N, 2]
-        row = block * ROWS + local_row
-        expert = row // per_expert
-        spot = (expert * (groups // 2) + group // 2) * per_expert + (row - expert * per_expert)
-        tl.store(out_scale + spot * 2 + group % 2, bits.to(tl.int16), mask=mask)
+        block = start // (ROWS * groups)
+        first = block * (ROWS * groups)
+        expert = block // (per_expert // ROWS)
+        block_row = ((block - expert * (per_expert // ROWS)) * ROWS).to(tl.int32)
+        scale_start = expert * (per_expert * groups)
     else:
-        tl.store(out_scale + first + offset, bits.to(tl.int16), mask=mask)
-        if LAYOUT == PACK_QUANTIZED:
-            place = out_weight + first * 2 + offset * 2
-            tl.store(place, join_words(w0 ^ 0x88888888, w1 ^ 0x88888888), mask=mask)
-            tl.store(place + 1, join_words(w2 ^ 0x88888888, w3 ^ 0x88888888), mask=mask)
+        first = start
+    ahead = (start - first).to(tl.int32)
+    sources = ()
+    for tile in tl.static_range(TILES):
+        lane = tile * TILE + tl.arange(0, TILE)
+        mask = (lane < SPAN) & (start + lane < total)
+        if LAYOUT == AITER:
+            column = ahead // ROWS + lane // (ROWS * RUN) * RUN + lane % RUN
+            row = (column // groups) * ROWS + lane // RUN % ROWS
+            offset = row * groups + column % groups
         else:
-            place = out_weight + first * 4 + offset * 4
-            tl.store(place, plain_words(w0), mask=mask)
-            tl.store(place + 1, plain_words(w1), mask=mask)
-            tl.store(place + 2, plain_words(w2), mask=mask)
-            tl.store(place + 3, plain_words(w3), mask=mask)
+            offset = lane
+        byte = tl.load(scale + first + offset, mask=mask, other=0).to(tl.int32)
+        low = tl.load(weight + first * 2 + offset * 2, mask=mask, other=0)
+        high = tl.load(weight + first * 2 + (offset * 2 + 1), mask=mask, other=0)
+        sources += (  # type: ignore[assignment]
+            byte,
+            low.to(tl.uint64, bitcast=True),
+            high.to(tl.uint64, bitcast=True),
+        )
+    if IN_PLACE:
+        tl.debug_barrier()
+    for tile in tl.static_range(TILES):
+        lane = tile * TILE + tl.arange(0, TILE)
+        mask = (lane < SPAN) & (start + lane < total)
+        w0, w1, w2, w3, bits = _convert_group(
+            table, sources[3 * tile + 1], sources[3 * tile + 2], sources[3 * tile], MSE
+        )
+        if LAYOUT == AITER:
+            w0, w1, w2, w3 = aiter_word(w0), aiter_word(w1), aiter_word(w2), aiter_word(w3)
+            column = lane // (ROWS * RUN) * RUN + lane % RUN
+            place = out_weight + start * 2 + (column * (2 * ROWS) + lane // RUN % ROWS)
+            tl.store(place, join_words(w0, w1), mask=mask)
+            tl.store(place + ROWS, join_words(w2, w3), mask=mask)
+            # [E, G/2, N, 2]
+            column += ahead // ROWS
+            row = block_row + (column // groups) * ROWS + lane // RUN % ROWS
+            group = column % groups
+            spot = (row // per_expert) * (per_expert * groups) + (row % per_expert) * 2
+            spot += (group // 2) * (2 * per_expert) + group % 2
+            tl.store(out_scale + scale_start + spot, bits.to(tl.int16), mask=mask)
+        else:
+            tl.store(out_scale + first + lane, bits.to(tl.int16), mask=mask)
+            if LAYOUT == PACK_QUANTIZED:
+                place = out_weight + first * 2 + lane * 2
+                tl.store(place, join_words(w0 ^ 0x88888888, w1 ^ 0x88888888), mask=mask)
+                tl.store(place + 1, join_words(w2 ^ 0x88888888, w3 ^ 0x88888888), mask=mask)
+            else:
+                place = out_weight + first * 4 + lane * 4
+                tl.store(place, plain_words(w0), mask=mask)
+                tl.store(place + 1, plain_words(w1), mask=mask)
+                tl.store(place + 2, plain_words(w2), mask=mask)
+                tl.store(place + 3, plain_words(w3), mask=mask)
+
+
+@triton.jit
+def _largest_kernel(scale, result, count, BLOCK: tl.constexpr, FLOOR: tl.constexpr):
+    """Raise result[0] to the largest byte, if that is FLOOR or more."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.max(tl.load(scale + at, mask=at < count, other=0).to(tl.int32), axis=0)
+    if largest >= FLOOR:
+        tl.atomic_max(result, largest)
+
+
+def largest_byte(scale: torch.Tensor) -> int:
+    """The largest of a uint8 tensor if it is one that overflows or is NaN, else 0."""
+    scale = scale.contiguous()
+    result = torch.zeros(1, dtype=torch.int32, device=scale.device)
+    grid = (triton.cdiv(scale.numel(), 16384),)
+    _largest_kernel[grid](
+        scale, result, scale.numel(), BLOCK=16384, FLOOR=min(OVERFLOW), num_warps=8
+    )
+    return int(result)
+
+
+def _spans(groups: int, layout: str) -> tuple[int, int, int, int]:
+    """SPAN, TILES, warps and RUN of a launch.
+
+    "aiter": whole blocks of 16 rows, about a thousand groups, in the tiles that leave the fewest
+    lanes idle. Rows too long for that, and the other layouts: four tiles wherever they end.
+    """
+    block = 16 * groups
+    if layout != "aiter" or block > HELD_GROUPS:
+        return 4 * 32 * WARPS, 4, WARPS, 4
+    choices = []
+    for span in range(block, max(block, 1024) + 1, block):
+        for warps in (1, 2, 4, 8, 16):
+            tiles = triton.cdiv(span, 32 * warps)
+            if tiles <= 8:
+                idle = tiles * 32 * warps - span
+                choices.append((64 * idle // span, abs(tiles - 4), span, tiles, warps))
+    *_, span, tiles, warps = min(choices)
+    run = max(run for run in (1, 2, 4, 8) if span // 16 % run == 0)
+    return span, tiles, warps, run
+
+
+def converts_in_place(layout: str, groups: int) -> bool:
+    """Whether `convert_slab` may be given `weight` itself as its output."""
+    return layout != "plain" and (layout != "aiter" or 16 * groups <= HELD_GROUPS)
 
 
 def convert_slab(
@@ -243,19 +340,24 @@ def convert_slab(
     e, n, g = scale.shape
     weight, scale = weight.contiguous(), scale.contiguous()
     target, bits = out_weight.contiguous(), out_scale.contiguous()
-    _convert_kernel[(triton.cdiv(e * n * g, TILE),)](
+    span, tiles, warps, run = _spans(g, layout)
+    _convert_kernel[(triton.cdiv(e * n * g, span),)](
         weight.view(torch.int64),
         scale,
         _tables(scale_rule, weight.device),
         target.view(torch.int64),
         bits,
-        e * n,
-        n,
+        e * n * g,
+        per_expert=n,
         groups=g,
         LAYOUT=_LAYOUT_CODES[layout],
         MSE=scale_rule == "mse",
-        TILE=TILE,
-        num_warps=WARPS,
+        SPAN=span,
+        TILE=32 * warps,
+        TILES=tiles,
+        RUN=run,
+        IN_PLACE=target.data_ptr() == weight.data_ptr(),
+        num_warps=warps,
     )
     for buffer, written in ((out_weight, target), (out_scale, bits)):
         if written is not buffer:
