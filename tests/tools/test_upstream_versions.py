@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Runs a kernel, and the kernels here are those of the older release.
+NEEDS_KERNELS = "test_int8_projection"
 SUITES = ("test_kda.py", "test_kda_alignment.py")
 
 
@@ -42,7 +44,7 @@ def test_kda_loading_on_the_next_release(newer_vllm):
     version = run(["-c", "import vllm; print(vllm.__version__)"], newer_vllm)
     assert version.split()[-1] == "0.33.0"
     folder = "tests/models/kimi_k3/amd"
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not {NEEDS_KERNELS}"]
     output = run([*options, *(f"{folder}/{suite}" for suite in SUITES)], newer_vllm)
     collected = run([*options, "--collect-only", *(f"{folder}/{s}" for s in SUITES)], newer_vllm)
     count = sum("::" in line for line in collected.splitlines())

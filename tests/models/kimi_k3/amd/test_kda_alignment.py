@@ -313,6 +313,16 @@ def test_int8_projection_computes_as_without_padding(built):
     assert ((output[:, :rows].float() - product).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("register", [mxfp4, int4_packed_along_input])
+def test_attention_with_a_packed_projection(rank_of, register):
+    """Upstream's constructor zeroes rows of `weight`, which these formats do not have."""
+    with rank_of(heads=96, rank=RANK, quant=ParametersOnly(register)) as rank:
+        assert rank.projection.weight_packed.weight_loader_numel == (
+            rank.real_rows * rank.projection.weight_packed.shape[1]
+        )
+        assert not hasattr(rank.projection, "weight")
+
+
 def test_packed_rows_that_split_a_shard_are_refused(built):
     with pytest.raises(ValueError, match="packs 8 output rows into one element") as error:
         built(ParametersOnly(int4_packed_along_output), 96)

@@ -15,6 +15,7 @@ Ledger
     Remove when: upstream's module defines `_PaddedKimiGDNMergedColumnParallelLinear` itself.
 """
 
+import torch
 from torch.nn import Parameter
 
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
@@ -90,6 +91,7 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         padding = sum(local_sizes[checkpoint_shards:])
         if not padding:
             return
+        self._zeroes_for_upstream = "weight" not in self._parameters
         for name, param in self.named_parameters(recurse=False):
             record = describe(
                 self, name, local_sizes=local_sizes[:checkpoint_shards], padding=padding
@@ -102,6 +104,14 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
                 },
             )
             record.fill_alignment(param)
+
+    def __getattr__(self, name: str):
+        # `KimiK3DeltaAttention` zeroes the last rows of `weight` right after it has built this
+        # layer, whatever its format. One without a parameter of that name has something else to
+        # zero, once; the layer's own records take care of its alignment rows.
+        if name == "weight" and self.__dict__.pop("_zeroes_for_upstream", False):
+            return torch.empty(0)
+        return super().__getattr__(name)
 
     def weight_loader(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
         """Load one shard, or count it while the parameter waits on the meta device."""
