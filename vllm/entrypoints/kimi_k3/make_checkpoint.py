@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm.entrypoints.kimi_k3.checkpoint.spec import PRESETS, ExpertFormat, ModelSpec, Stack
+from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat, ModelSpec, Stack
 
 if TYPE_CHECKING:
     from vllm.entrypoints.kimi_k3.checkpoint.shards import Shard

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.kimi_k3.checkpoint.spec import PRESETS, ModelSpec
+from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from vllm.entrypoints.kimi_k3.checkpoint.spec import ModelSpec
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
 
 # Helpers are also run as scripts and import one another; importlib mode adds nothing to the path.

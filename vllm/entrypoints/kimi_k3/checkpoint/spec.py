@@ -5,9 +5,10 @@
 Sizes only; which tensors follow from them is the business of `tensors`.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 EXPERT_GROUP = 32
 KV_LORA_RANK = 512
@@ -84,6 +85,7 @@ class ModelSpec:
     attn_res_block_size: int = 12
     max_position_embeddings: int = 1048576
     stack: Stack = Stack.MIXED
+    mla_layers: tuple[int, ...] | None = None
     expert_format: ExpertFormat = ExpertFormat.MXFP4
     vision: VisionSpec | None = field(default_factory=VisionSpec)
 
@@ -108,8 +110,64 @@ class ModelSpec:
         if problems:
             raise ValueError("not a Kimi-K3 model: " + "; ".join(problems))
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Sizes of the model that a config.json describes.
+
+        Args:
+            config: its contents; the text model's alone or the whole model's.
+
+        Raises:
+            ValueError: a field is missing or of no use; the message names it.
+
+        """
+        text = config.get("text_config", config)
+        try:
+            linear = text["linear_attn_config"]
+            quantization = text.get("quantization_config")
+            mla = {layer - 1 for layer in linear["full_attn_layers"]}
+            kda = {layer - 1 for layer in linear["kda_layers"]}
+            layers = text["num_hidden_layers"]
+            spec = cls(
+                layers=layers,
+                hidden_size=text["hidden_size"],
+                heads=text["num_attention_heads"],
+                head_dim=linear["head_dim"],
+                vocab_size=text["vocab_size"],
+                q_lora_rank=text["q_lora_rank"],
+                qk_nope_head_dim=text["qk_nope_head_dim"],
+                v_head_dim=text["v_head_dim"],
+                experts=text["num_experts"],
+                experts_per_token=text["num_experts_per_token"],
+                shared_experts=text["num_shared_experts"],
+                latent_size=text["routed_expert_hidden_size"],
+                expert_intermediate_size=text["moe_intermediate_size"],
+                dense_intermediate_size=text["intermediate_size"],
+                attn_res_block_size=text["attn_res_block_size"],
+                max_position_embeddings=text["max_position_embeddings"],
+                mla_layers=tuple(sorted(mla)),
+                expert_format=ExpertFormat.BF16 if quantization is None else ExpertFormat.MXFP4,
+                vision=_vision_from_config(config["vision_config"]) if text is not config else None,
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"config.json is not that of a Kimi-K3 model: {error!r}") from error
+        for name in ("first_k_dense_replace", "moe_layer_freq"):
+            if text.get(name) != 1:
+                raise ValueError(f"{name}: expected 1 (Kimi-K3), found {text.get(name)!r}")
+        if mla & kda or mla | kda != set(range(layers)):
+            raise ValueError(
+                f"linear_attn_config: expected each of the layers 1 to {layers} once, found "
+                f"kda_layers={linear['kda_layers']}, full_attn_layers={linear['full_attn_layers']}"
+            )
+        return spec
+
     def is_mla(self, layer: int) -> bool:
-        """Whether ``layer`` (from 0) has latent attention: every fourth one, and the last."""
+        """Whether ``layer`` (from 0) has latent attention.
+
+        Where ``mla_layers`` does not say: every fourth one and the last of a mixed stack.
+        """
+        if self.mla_layers is not None:
+            return layer in self.mla_layers
         if self.stack is not Stack.MIXED:
             return self.stack is Stack.MLA
         return (layer + 1) % 4 == 0 or layer == self.layers - 1
@@ -153,6 +211,7 @@ class ModelSpec:
             "media_proc_cfg": {
                 "patch_size": self.vision.patch_size,
                 "merge_kernel_size": self.vision.merge,
+                "temporal_merge_kernel_size": 4,
                 "in_patch_limit": 1024,
                 "patch_limit_on_one_side": 2 * self.vision.position_grid,
                 "fixed_output_tokens": None,
@@ -271,6 +330,20 @@ def special_token_ids(vocab_size: int) -> dict[str, int]:
     return {name: vocab_size - len(names) + i for i, name in enumerate(names)}
 
 
+def _vision_from_config(config: Mapping[str, Any]) -> VisionSpec:
+    defaults = VisionSpec()
+    return VisionSpec(
+        layers=config.get("vt_num_hidden_layers", defaults.layers),
+        hidden_size=config.get("vt_hidden_size", defaults.hidden_size),
+        heads=config.get("vt_num_attention_heads", defaults.heads),
+        qkv_hidden_size=config.get("qkv_hidden_size", defaults.qkv_hidden_size),
+        intermediate_size=config.get("vt_intermediate_size", defaults.intermediate_size),
+        patch_size=config.get("patch_size", defaults.patch_size),
+        position_grid=config.get("init_pos_emb_height", defaults.position_grid),
+        merge=config.get("merge_kernel_size", [defaults.merge])[0],
+    )
+
+
 def _vision_config(vision: VisionSpec, text_hidden_size: int) -> dict[str, Any]:
     return {
         "model_type": "kimi_k3_vision",
@@ -287,52 +360,3 @@ def _vision_config(vision: VisionSpec, text_hidden_size: int) -> dict[str, Any]:
         "mm_projector_type": "patchmergerv2",
         "text_hidden_size": text_hidden_size,
     }
-
-
-_TINY = ModelSpec(
-    layers=5,
-    hidden_size=256,
-    heads=4,
-    head_dim=64,
-    vocab_size=512,
-    q_lora_rank=128,
-    qk_nope_head_dim=64,
-    v_head_dim=64,
-    experts=16,
-    experts_per_token=4,
-    latent_size=128,
-    expert_intermediate_size=64,
-    dense_intermediate_size=512,
-    attn_res_block_size=2,
-    max_position_embeddings=4096,
-    vision=VisionSpec(
-        layers=2,
-        hidden_size=64,
-        heads=2,
-        qkv_hidden_size=96,
-        intermediate_size=128,
-        position_grid=16,
-    ),
-)
-
-PRESETS: dict[str, ModelSpec] = {
-    "tiny": _TINY,
-    "small": replace(
-        _TINY,
-        layers=8,
-        hidden_size=1024,
-        heads=8,
-        head_dim=128,
-        vocab_size=4096,
-        q_lora_rank=256,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        experts=64,
-        experts_per_token=8,
-        latent_size=512,
-        expert_intermediate_size=256,
-        dense_intermediate_size=4096,
-        attn_res_block_size=4,
-    ),
-    "k3-shapes": ModelSpec(),
-}

@@ -3,13 +3,28 @@
 """What Kimi-K3 can do on the CPU platform, settled once, early, in the engine's configuration.
 
 It changes fields of a `VllmConfig` and says so in one log line, or refuses what cannot be served.
-It never looks at weights.
+Of a checkpoint it reads headers, never a weight.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.kimi_k3.checkpoint.check import check_checkpoint
+from vllm.entrypoints.kimi_k3.checkpoint.spec import (
+    EXPERT_GROUP,
+    KV_LORA_RANK,
+    QK_ROPE_HEAD_DIM,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_ACTIVATIONS = ("situ", "silu")
+# What upstream's CPU decode kernel is compiled for, which is what Kimi-K3 has.
+_CPU_LATENT = (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+_CHECKED_FORMATS = ("auto", "safetensors", "fastsafetensors")
 
 
 def configure(vllm_config: "VllmConfig") -> None:
@@ -21,8 +36,9 @@ def configure(vllm_config: "VllmConfig") -> None:
             computes in every dtype.
 
     Raises:
-        ValueError: speculative decoding was asked for, or attention shapes that the CPU kernel
-            lacks.
+        ValueError: what cannot be served: speculative decoding, sizes that do not divide by the
+            number of ranks or that the CPU's attention kernel lacks, an unknown activation, or a
+            checkpoint folder that is not complete.
 
     """
     from vllm.logger import init_logger
@@ -34,7 +50,7 @@ def configure(vllm_config: "VllmConfig") -> None:
             "Kimi-K3 on a CPU serves one token per request and step: found a speculative_config. "
             "Start without --speculative-config."
         )
-    _check_latent_shape(vllm_config.model_config.hf_text_config)
+    _check_model(vllm_config)
 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     switched_off = [
@@ -57,12 +73,64 @@ def configure(vllm_config: "VllmConfig") -> None:
         vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
 
 
-def _check_latent_shape(config) -> None:
-    """Refuse a compressed cache that the CPU decode kernel is not compiled for."""
-    has_attention = len(config.linear_attn_config["full_attn_layers"]) > 0
-    found = (config.kv_lora_rank, config.qk_rope_head_dim)
-    if has_attention and found != (512, 64):
-        raise ValueError(
-            "MLA on a CPU needs kv_lora_rank=512 and qk_rope_head_dim=64 (Kimi-K3's own), found "
-            f"kv_lora_rank={found[0]} and qk_rope_head_dim={found[1]} in config.json"
+def _check_model(vllm_config: "VllmConfig") -> None:
+    """Refuse, before an engine starts, a model that it could not load or compute."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    text = config.get("text_config", config)
+    parallel = vllm_config.parallel_config
+    problems = list(
+        model_problems(
+            text,
+            ranks=parallel.tensor_parallel_size,
+            expert_parallel=parallel.enable_expert_parallel,
         )
+    )
+    if problems:
+        raise ValueError("Kimi-K3 cannot be served like this on a CPU: " + "; ".join(problems))
+    folder = Path(model.model)
+    if folder.is_dir() and vllm_config.load_config.load_format in _CHECKED_FORMATS:
+        check_checkpoint(
+            folder,
+            ModelSpec.from_config(config),
+            experts=_expert_format(text) in (None, "mxfp4-pack-quantized"),
+        )
+
+
+def model_problems(text: Mapping[str, Any], *, ranks: int, expert_parallel: bool) -> Iterator[str]:
+    """What keeps a text model's config.json from being served on a CPU, one sentence each.
+
+    Args:
+        text: the text model's configuration.
+        ranks: tensor-parallel size.
+        expert_parallel: experts are spread over ranks, not split.
+
+    """
+    linear = text["linear_attn_config"]
+    if not linear.get("use_full_rank_gate", False):
+        yield "linear_attn_config.use_full_rank_gate: expected true (Kimi-K3), found false"
+    if text["hidden_act"] not in _ACTIVATIONS:
+        yield f"hidden_act: expected one of {_ACTIVATIONS}, found {text['hidden_act']!r}"
+    for name, heads in (
+        ("num_attention_heads", text["num_attention_heads"]),
+        ("linear_attn_config.num_heads", linear["num_heads"]),
+    ):
+        if heads % ranks:
+            yield f"{name}: expected a multiple of the tensor-parallel size {ranks}, found {heads}"
+    found = (text["kv_lora_rank"], text["qk_rope_head_dim"])
+    if linear["full_attn_layers"] and found != _CPU_LATENT:
+        yield (
+            f"kv_lora_rank and qk_rope_head_dim: expected {_CPU_LATENT} (the CPU kernel's), found "
+            f"{found}"
+        )
+    split = ranks * EXPERT_GROUP
+    inner = text["moe_intermediate_size"]
+    if _expert_format(text) is not None and not expert_parallel and inner % split:
+        yield (
+            f"moe_intermediate_size: expected a multiple of {split} to split MXFP4 groups of "
+            f"{EXPERT_GROUP} over {ranks} ranks, found {inner}; use --enable-expert-parallel"
+        )
+
+
+def _expert_format(text: Mapping[str, Any]) -> str | None:
+    return (text.get("quantization_config") or {}).get("format")
