@@ -7,7 +7,7 @@ Parses and prints; `checkpoint.write` does the work, and imports torch only when
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,7 +52,7 @@ def make_checkpoint(
     """
     if preset not in PRESETS:
         raise typer.BadParameter(f"expected one of {', '.join(PRESETS)}, found {preset!r}")
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": layers,
         "heads": heads,
         "head_dim": head_dim,

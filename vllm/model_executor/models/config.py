@@ -24,7 +24,6 @@ require(
 require(f"{__name__}:VerifyAndUpdateConfig.verify_and_update_config", parameters=("vllm_config",))
 
 
-@classmethod
 def _verify_and_update_config(cls, vllm_config) -> None:
     """On the CPU platform, settle what Kimi-K3 can do there before sizes are derived from it."""
     from vllm.platforms import current_platform
@@ -36,5 +35,5 @@ def _verify_and_update_config(cls, vllm_config) -> None:
 
 
 if "verify_and_update_config" not in vars(_config):
-    _config.verify_and_update_config = _verify_and_update_config
+    _config.verify_and_update_config = classmethod(_verify_and_update_config)
 _map.setdefault("KimiLinearForCausalLM", _config)

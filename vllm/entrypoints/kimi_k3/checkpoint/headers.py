@@ -7,6 +7,7 @@ Only headers are read: a shard of 16 GB costs as much as one of 16 KB. No tensor
 
 import json
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -95,7 +96,6 @@ def unique_pairs(pairs: list[tuple[str, object]]) -> dict:
     """
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         raise ValueError(f"named twice: {', '.join(twice[:5])}")
     return result

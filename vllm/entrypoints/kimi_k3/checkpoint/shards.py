@@ -47,7 +47,9 @@ def split(tensors: Iterable[TensorSpec], count: int) -> list[Shard]:
     if not 1 <= count <= len(units):
         raise ValueError(f"shards: expected 1 to {len(units)} for this model, found {count}")
     sizes = [sum(t.nbytes for t in unit) for unit in units]
-    remaining, parts, part, filled = sum(sizes), [], [], 0
+    parts: list[list[TensorSpec]] = []
+    part: list[TensorSpec] = []
+    remaining, filled = sum(sizes), 0
     for i, (unit, size) in enumerate(zip(units, sizes, strict=True)):
         left = count - len(parts)
         # Close a shard when another unit would take it further from its fair share, or when the

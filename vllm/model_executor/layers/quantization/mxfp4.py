@@ -25,10 +25,9 @@ _upstream = _config.get_supported_act_dtypes.__func__
 _CPU_DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
-@classmethod
 def _get_supported_act_dtypes(cls) -> list[torch.dtype]:
     """Activation dtypes of the torch experts; other checkpoint formats keep upstream's list."""
     return list(_CPU_DTYPES) if cls is _config else _upstream(cls)
 
 
-_config.get_supported_act_dtypes = _get_supported_act_dtypes
+_config.get_supported_act_dtypes = classmethod(_get_supported_act_dtypes)

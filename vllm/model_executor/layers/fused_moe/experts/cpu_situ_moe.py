@@ -208,6 +208,8 @@ class CPUSituMxfp4Experts(CPUSituExperts):
     def _expert(
         self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.w1_scale is None or self.w2_scale is None:
+            raise ValueError("MXFP4 experts: expected e8m0 scales in the quant config, found none")
         return (
             expand_mxfp4(w1[expert], self.w1_scale[expert], dtype),
             expand_mxfp4(w2[expert], self.w2_scale[expert], dtype),

@@ -23,10 +23,9 @@ if _backend.supports_block_size(8 * _KERNEL_BLOCK):
     stand_down("upstream's CPU MLA accepts aligned block sizes")
 
 
-@classmethod
 def _supports_block_size(cls, block_size: int | None) -> bool:
     """Whether the engine can split blocks of ``block_size`` tokens into the kernel's pages."""
     return block_size is None or block_size % _KERNEL_BLOCK == 0
 
 
-_backend.supports_block_size = _supports_block_size
+_backend.supports_block_size = classmethod(_supports_block_size)
