@@ -12,11 +12,11 @@ GROUP_SIZE = 32
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # half units, by e2m1 code 0..7 (code bit 3: the sign)
 
 # Candidate scales of the "mse" rule in half units / 128, in the order that breaks ties.
-#   1, 2, 3      every group that some scale holds exactly is exact at one of +1, -1, 2, 3
-#   3/2, 45/32   the best two places for -8 when the largest code is 6.0 (12 half units)
-#   219, 146     the bf16 of 12/7 and 8/7, which are the scales of the "absmax" rule
-#   153          the bf16 of 1e-6/7 at byte 105: what "absmax" stores where it clamps
-CANDIDATES = (128, -128, 256, 384, 192, -192, 180, -180, 219, 146, 153)
+#   1, 2, 3              every group that some scale holds exactly is exact at +1, -1, 2 or 3
+#   3/2, 11/8, 25/16     where 6.0 (12 half units) becomes code 8: -8 on one side, 7 on the other
+#   219, 146             the bf16 of 12/7 and 8/7, which are the scales of the "absmax" rule
+#   153                  the bf16 of 1e-6/7 at byte 105: what "absmax" stores where it clamps
+CANDIDATES = (128, -128, 256, 384, 192, -192, 176, -176, 200, -200, 219, 146, 153)
 
 # The "absmax" rule: amax is raised to at least 1e-6. 1e-6 / 7 as bf16 is 153/128 * 2^-23.
 ABSMAX_FLOOR_BITS = 0x3419

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The fused kernel under Triton's interpreter, in a process of its own: TRITON_INTERPRET changes
+every kernel defined after it is set, and must not reach other tests. Run as a script it serves."""
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve()
+ROOT = next(p for p in HERE.parents if (p / "pyproject.toml").exists())
+PACKAGE = ROOT / "vllm/model_executor/layers/quantization/utils/mxfp4_int4"
+
+
+def load_by_file(name: str = "mxfp4_int4") -> Any:
+    """The package from its folder alone, under another name."""
+    spec = importlib.util.spec_from_file_location(
+        name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class InterpretedKernel:
+    """`convert_slab` and `largest_byte` of the kernel, by way of the other process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+        )
+
+    def _ask(self, *request: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        return pickle.load(self._process.stdout)
+
+    def convert_slab(self, weight, scale, layout, scale_rule, out_weight, out_scale) -> None:
+        same = out_weight.data_ptr() == weight.data_ptr()
+        sent = [t.numpy() for t in (weight, scale, out_weight, out_scale)]
+        new_weight, new_scale = self._ask("convert", *sent, layout, scale_rule, same)
+        out_weight.copy_(torch.from_numpy(new_weight))
+        out_scale.copy_(torch.from_numpy(new_scale))
+
+    def largest_byte(self, scale: torch.Tensor) -> int:
+        return self._ask("largest", scale.numpy())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=20)
+
+
+def serve() -> None:
+    load_by_file()
+    from mxfp4_int4 import triton_kernel
+
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else prints must not reach the channel
+    while True:
+        try:
+            kind, *request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        if kind == "largest":
+            answer: Any = triton_kernel.largest_byte(torch.from_numpy(request[0].copy()))
+        else:
+            *arrays, layout, scale_rule, same = request
+            weight, scale, out_weight, out_scale = (torch.from_numpy(a.copy()) for a in arrays)
+            if same:
+                out_weight = weight.view(out_weight.dtype)
+            triton_kernel.convert_slab(weight, scale, layout, scale_rule, out_weight, out_scale)
+            answer = out_weight.numpy(), out_scale.numpy()
+        pickle.dump(answer, channel)
+        channel.flush()
+
+
+if __name__ == "__main__":
+    serve()
