@@ -41,7 +41,8 @@ _outcomes: dict[str, Outcome] = {}
 _refusals: dict[str, Exception] = {}
 # Modules whose amendment is done or will be done by a hook; the others are looked at again.
 _claimed: set[str] = set()
-_reported: str | None = None
+_plugins_loaded = False
+_reported = False
 
 
 def is_active() -> bool:
@@ -89,17 +90,26 @@ def platform_plugin() -> None:
 
 def general_plugin() -> None:
     """Entry point of ``vllm.general_plugins``: activates the overlay and says so in one line."""
-    global _reported
-    if not activate():
+    global _plugins_loaded
+    if activate():
+        _plugins_loaded = True
+        _report()
+    else:
         logger.info("%s is switched off by %s=0", _DISTRIBUTION, SWITCH)
+
+
+def _report() -> None:
+    """Say once what was amended, as soon as somebody listens."""
+    global _reported
+    # `vllm serve` loads plugins to build its argument parser, before it sets up logging.
+    if _reported or not _plugins_loaded or not logger.isEnabledFor(logging.INFO):
         return
+    _reported = True
     found = upstream_version(_lay().upstream)
     line = f"{_DISTRIBUTION} {_own_version()} over vLLM {found}: {summarize(outcomes())}"
     if not is_tested(found):
         line += f" (vLLM {found} is outside the tested {SUPPORTED}; every name was checked)"
-    if line != _reported:
-        _reported = line
-        logger.info(line)
+    logger.info(line)
 
 
 def _own_version() -> str:
@@ -164,6 +174,7 @@ def _on_import(name: str, file: Path, module: ModuleType) -> None:
         sys.modules.pop(name, None)
         _when_imported(partial(_on_import, name, file), name)
         raise error
+    _report()
 
 
 def _apply(name: str, file: Path, module: ModuleType) -> None:
@@ -179,7 +190,7 @@ def _apply(name: str, file: Path, module: ModuleType) -> None:
     except StandDown as signal:
         _restore(namespace, before)
         _outcomes[name] = Outcome(name, State.STOOD_DOWN, str(signal))
-        logger.info("%s: stood down: %s", name, signal)
+        logger.log(signal.level, "%s: stood down: %s", name, signal)
         return
     except Exception as error:
         _restore(namespace, before)

@@ -8,6 +8,7 @@ either gets the object or ends with an error that says what the installed vLLM l
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -38,16 +39,26 @@ class OverlayMismatchError(ImportError):
 
 
 class StandDown(Exception):
-    """Raised by `stand_down` and caught by activation: upstream needs no amendment here."""
+    """Raised by `stand_down` and caught by activation: upstream needs no amendment here.
+
+    Attributes:
+        level: Level at which the log says so.
+    """
+
+    def __init__(self, reason: str, level: int) -> None:
+        super().__init__(reason)
+        self.level = level
 
 
-def stand_down(reason: str) -> NoReturn:
-    """End the running amendment without a change, because upstream already has what it brings.
+def stand_down(reason: str, *, expected: bool = False) -> NoReturn:
+    """End the running amendment without a change, because nothing is to be amended here.
 
     Args:
         reason: One sentence for the log and the status table.
+        expected: True where this is the rule and no news, as on a platform that the amendment is
+            not meant for; the log then says so at debug level only.
     """
-    raise StandDown(reason)
+    raise StandDown(reason, logging.DEBUG if expected else logging.INFO)
 
 
 def _check_parameters(module: str, name: str, obj: Callable, parameters: Sequence[str]) -> None:

@@ -31,10 +31,13 @@ class Outcome:
 
 
 def summarize(outcomes: list[Outcome]) -> str:
-    """Return one line that names every amendment under its state, for the log."""
+    """Return one line that names every amendment under its state, for the log.
+
+    Modules are named without the package that they all lie in.
+    """
     parts = []
     for state in State:
-        names = [outcome.module for outcome in outcomes if outcome.state is state]
+        names = [outcome.module.partition(".")[2] for outcome in outcomes if outcome.state is state]
         if names:
             label = "amended on import" if state is State.WAITING else state.value
             parts.append(f"{label}: {', '.join(names)}")

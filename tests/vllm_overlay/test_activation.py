@@ -191,9 +191,35 @@ def test_one_line_says_what_was_done(amended):
     """
     lines = [line for line in amended.output(code).splitlines() if "vllm-kimi-k3" in line]
     assert len(lines) == 1
-    assert "over vLLM 0.32.0: amended on import: vllm.a.d; amended: vllm.a.b" in lines[0]
-    assert "stood down: vllm.a.c" in lines[0]
+    assert "over vLLM 0.32.0: amended on import: a.d; amended: a.b; stood down: a.c" in lines[0]
     assert "outside" not in lines[0]
+
+
+def test_the_line_waits_for_the_log(amended):
+    """`vllm serve` loads plugins before it sets up logging; the line must not be lost."""
+    code = """
+    import logging, sys, vllm_overlay
+    vllm_overlay.general_plugin()
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm.a.b
+    vllm_overlay.general_plugin()
+    """
+    assert amended.output(code).count("vllm-kimi-k3") == 1
+
+
+def test_expected_stand_down_is_no_news(amended):
+    amended.overlay(
+        {"a/b.py": "from vllm_overlay import stand_down\nstand_down('a CPU', expected=True)"}
+    )
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm_overlay
+    vllm_overlay.activate()
+    import vllm.a.b
+    print(vllm_overlay.outcomes()[0].state.value)
+    """
+    assert amended.output(code) == "stood down"
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0.dev3+rocm", "nonsense"])
