@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """An expert mapping that offers the entries of the tensor at hand first.
 
-Models look for a tensor's entry by trying every one of the mapping's in turn: 2,688 for 896 experts.
-Here the entries whose checkpoint name occurs in the tensor's name come first. It is an order, never
-a choice: every iteration still hands out every entry once, so a tensor's name that is not known, or
-not the right one, costs time and changes nothing.
+Models look for a tensor's entry by trying every one of the mapping's in turn, 2,688 with 896
+experts. Here the entries whose checkpoint name occurs in the tensor's name come first. It is an
+order, never a choice: every iteration still hands out every entry once, so a tensor's name that is
+not known, or not the right one, costs time and changes nothing.
 """
 
 import os

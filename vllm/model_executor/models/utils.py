@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The name of the tensor that a model is being handed is known while it handles it.
+
+Ledger
+    What: `AutoWeightsLoader._load_module` notes the name of each tensor that it hands to a module's
+        own `load_weights`.
+    Why: an `IndexedMapping` can offer the right entry first only if it knows which tensor is
+        being loaded; the loop that iterates over it tells nothing.
+    How: wrap one method and put a generator between the weights and the module.
+    Upstream: none yet.
+    Remove when: the amendment of `layers.fused_moe.routed_experts` is removed.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm.model_executor.model_loader.expert_index import note_names
+from vllm_overlay import require
+
+require(
+    f"{__name__}:AutoWeightsLoader._load_module",
+    parameters=("self", "base_prefix", "module", "weights"),
+)
+
+
+@patch_function_wrapper(__name__, "AutoWeightsLoader._load_module")
+def _note_names(wrapped, instance, args, kwargs):
+    def load(base_prefix, module, weights):
+        # The loader calls a module's own method unless the module is the one it was made for.
+        if module is not instance.module and callable(getattr(module, "load_weights", None)):
+            weights = note_names(weights)
+        return wrapped(base_prefix, module, weights)
+
+    return load(*args, **kwargs)
