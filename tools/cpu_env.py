@@ -10,6 +10,7 @@ it again changes nothing while its inputs stay the same.
 """
 
 import argparse
+import ast
 import hashlib
 import platform
 import subprocess
@@ -38,7 +39,8 @@ def configured_links(python: Path) -> list[str]:
     for line in listing.splitlines():
         key, _, value = line.partition("=")
         if key.endswith("find-links"):
-            links += [link for link in value.strip("'\"").split() if link not in links]
+            # The value is printed as Python would, line breaks escaped.
+            links += [link for link in ast.literal_eval(value).split() if link not in links]
     return links
 
 
@@ -46,7 +48,8 @@ def torch_sources(links: list[str]) -> list[str]:
     """Return the installer's options for finding torch's CPU build."""
     options = [option for link in links for option in ("--find-links", link)]
     name = TORCH.replace("==", "-")
-    if any(list(Path(link).glob(f"{name}-*.whl")) for link in links if Path(link).is_dir()):
+    folders = [Path(link.removeprefix("file://")) for link in links]
+    if any(list(folder.glob(f"{name}-*.whl")) for folder in folders):
         return options
     # The index is asked beside the default one, and may offer better versions of shared names.
     return [*options, "--index", PYTORCH_CPU_INDEX, "--index-strategy", "unsafe-best-match"]
