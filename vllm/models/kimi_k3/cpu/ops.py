@@ -329,4 +329,4 @@ def _decode_step(
     state += delta.unsqueeze(-1) * k.unsqueeze(-2)
     out = (state @ q.unsqueeze(-1)).squeeze(-1)
     cache[rows[live]] = state[live].to(cache.dtype)
-    return out * live.view(-1, 1, 1)
+    return torch.where(live.view(-1, 1, 1), out, 0.0)
