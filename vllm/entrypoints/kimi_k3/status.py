@@ -148,11 +148,7 @@ def command(
 
     Exit code 1 when an amendment was refused or a module could not be imported.
     """
-    try:
-        status = collect()
-    except ModuleNotFoundError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    status = collect()
     if as_json:
         print(json.dumps(asdict(status), indent=2))
     else:
