@@ -64,6 +64,8 @@ def main() -> None:
     try:
         command_line.main()
     except ModuleNotFoundError as error:
-        if error.name != PACKAGE:
-            raise
-        sys.exit(f"error: {error}")
+        if error.name == PACKAGE:
+            sys.exit(f"error: {error}")
+        if error.name == "torch":
+            sys.exit("error: this command needs torch, which comes with vLLM and is not installed")
+        raise

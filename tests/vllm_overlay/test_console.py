@@ -58,3 +58,10 @@ def test_a_command_without_vllm_says_what_is_missing():
     assert "exit error: no vLLM is installed in this environment" in process.stdout
     assert "install vLLM 0.32.x and 0.33.x" in process.stdout
     assert "Traceback" not in process.stderr
+
+
+def test_a_command_without_torch_says_so(tmp_path):
+    before = f"{NOT_INSTALLED}; sys.modules['torch'] = None"
+    process = run("make-checkpoint", str(tmp_path / "checkpoint"), before=before)
+    assert "exit error: this command needs torch" in process.stdout
+    assert not (tmp_path / "checkpoint").exists()
