@@ -25,17 +25,16 @@ HELD = {253: 6, 254: 4}  # from this e2m1 magnitude on, values are 2^128 and mor
 
 
 def one_code_groups() -> tuple[np.ndarray, np.ndarray]:
-    """Every code at every byte that bf16 holds, filling its group, alone in it (first and last)."""
+    """Every code at every byte that bf16 holds, filling its group and alone somewhere in it."""
     codes, bytes_ = [], []
     for byte in range(255):
         for code in range(16):
             if code % 8 >= HELD.get(byte, 8):
                 continue
-            full = np.full(32, code)
-            first, last = np.zeros((2, 32), int)
-            first[0] = last[31] = code
-            codes += [full, first, last]
-            bytes_ += [byte] * 3
+            alone = np.zeros(32, int)
+            alone[(byte + 2 * code) % 32] = code
+            codes += [np.full(32, code), alone]
+            bytes_ += [byte] * 2
     return np.array(codes), np.array(bytes_)
 
 

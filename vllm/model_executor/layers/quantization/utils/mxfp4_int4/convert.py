@@ -24,7 +24,7 @@ from .inputs import (
     check_source,
     check_values,
 )
-from .layouts import AITER_ROWS, Layout, ScaleRule, scale_shape, weight_spec
+from .layouts import AITER_ROWS, Layout, ScaleRule, is_aligned, scale_shape, weight_spec
 from .stats import ConversionStats, measure
 
 
@@ -145,7 +145,7 @@ def _convert(
     else:
         out_weight = torch.empty(size, dtype=dtype, device=weight.device)
     bits = torch.empty(scale_shape(layout, shape), dtype=torch.int16, device=weight.device)
-    direct = not in_place or (weight.is_contiguous() and work.in_place(layout, scale.shape[2]))
+    direct = not in_place or (is_aligned(weight) and work.in_place(layout, scale.shape[2]))
 
     stats = ConversionStats() if collect_stats else None
     if weight.numel() == 0:

@@ -24,6 +24,18 @@ SCALE_RULES: tuple[str, ...] = get_args(ScaleRule)
 AITER_ROWS = 16
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the implementations can read a tensor as words of up to 16 bytes."""
+    return (
+        tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.storage_offset() % 16 == 0
+    )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it is strided or starts between words."""
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def weight_spec(layout: str, shape: tuple[int, int, int]) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of the converted weight of an expert tensor [E, N, K]."""
     e, n, k = shape

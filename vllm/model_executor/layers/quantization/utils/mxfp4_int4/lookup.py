@@ -26,7 +26,7 @@ from .definition import (
     candidate_code,
     candidate_error,
 )
-from .layouts import place_scales
+from .layouts import aligned, place_scales
 from .naive import unpack_values
 
 WORDS = 8  # 16-bit words of four codes in a group
@@ -59,7 +59,7 @@ def _patterns(device: torch.device) -> torch.Tensor:
 def _count_table(device: torch.device) -> torch.Tensor:
     """float32 [65536, 4]: the counts of COLUMNS as bit fields; the last column is unused."""
     values = _patterns(device)
-    table = torch.zeros(PATTERNS, 4, device=device)
+    table = torch.zeros(PATTERNS, 4, dtype=torch.float32, device=device)
     for column, fields in enumerate(COLUMNS):
         for place, counted in enumerate(fields):
             hits = sum((values == value).sum(1) for value in counted)
@@ -215,7 +215,7 @@ def _convert_rows(
 ) -> None:
     """One block: uint8 [N, K/2] and [N, G] of one expert into its part of the buffers."""
     n, g = scale.shape
-    codes, bits = _block(weight.reshape(-1, 16), scale.reshape(-1), layout, scale_rule)
+    codes, bits = _block(aligned(weight).view(-1, 16), scale.reshape(-1), layout, scale_rule)
     if layout == "aiter":
         # int64 is 16 codes, the half of a group: [row, group, half] -> [group, half, row] per tile
         tiles = codes.view(torch.int64).view(n // 16, 16, g, 2).permute(0, 2, 3, 1)
@@ -270,8 +270,14 @@ def convert_slab(
         return
     table = _mse_codes if scale_rule == "mse" else _absmax_codes
     table(layout, weight.device), _count_table(weight.device), _fit_tables(weight.device)
+    inference = torch.is_inference_mode_enabled()  # kept per thread
+
+    def run(job: tuple[torch.Tensor, ...]) -> None:
+        with torch.inference_mode(inference):
+            _convert_rows(*job)
+
     with _Workers(threads) as pool:
-        for _ in pool.map(lambda job: _convert_rows(*job), jobs):
+        for _ in pool.map(run, jobs):
             pass
 
 

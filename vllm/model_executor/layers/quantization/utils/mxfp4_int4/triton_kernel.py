@@ -23,6 +23,7 @@ from .definition import (
     candidate_code,
     candidate_error,
 )
+from .layouts import aligned
 from .triton_bits import (
     aiter_word,
     code_planes,
@@ -194,6 +195,14 @@ def _convert_group(table, low, high, byte, MSE: tl.constexpr):
 
 
 @triton.jit
+def _lane_place(lane, LAYOUT: tl.constexpr, RUN: tl.constexpr):
+    """Which of a program's groups a lane works on. "aiter": 16 * column + row."""
+    if LAYOUT == AITER:
+        return (lane // (ROWS * RUN) * RUN + lane % RUN) * ROWS + lane // RUN % ROWS
+    return lane
+
+
+@triton.jit
 def _convert_kernel(
     weight,  # int64, two a group
     scale,  # uint8, one a group
@@ -230,14 +239,14 @@ def _convert_kernel(
     ahead = (start - first).to(tl.int32)
     sources = ()
     for tile in tl.static_range(TILES):
-        lane = tile * TILE + tl.arange(0, TILE)
-        mask = (lane < SPAN) & (start + lane < total)
+        place = _lane_place(tile * TILE + tl.arange(0, TILE), LAYOUT, RUN)
+        mask = (place < SPAN) & (start + place < total)
         if LAYOUT == AITER:
-            column = ahead // ROWS + lane // (ROWS * RUN) * RUN + lane % RUN
-            row = (column // groups) * ROWS + lane // RUN % ROWS
+            column = (ahead + place) // ROWS
+            row = (column // groups) * ROWS + place % ROWS
             offset = row * groups + column % groups
         else:
-            offset = lane
+            offset = place
         byte = tl.load(scale + first + offset, mask=mask, other=0).to(tl.int32)
         low = tl.load(weight + first * 2 + offset * 2, mask=mask, other=0)
         high = tl.load(weight + first * 2 + (offset * 2 + 1), mask=mask, other=0)
@@ -249,36 +258,36 @@ def _convert_kernel(
     if IN_PLACE:
         tl.debug_barrier()
     for tile in tl.static_range(TILES):
-        lane = tile * TILE + tl.arange(0, TILE)
-        mask = (lane < SPAN) & (start + lane < total)
+        place = _lane_place(tile * TILE + tl.arange(0, TILE), LAYOUT, RUN)
+        mask = (place < SPAN) & (start + place < total)
         w0, w1, w2, w3, bits = _convert_group(
             table, sources[3 * tile + 1], sources[3 * tile + 2], sources[3 * tile], MSE
         )
         if LAYOUT == AITER:
             w0, w1, w2, w3 = aiter_word(w0), aiter_word(w1), aiter_word(w2), aiter_word(w3)
-            column = lane // (ROWS * RUN) * RUN + lane % RUN
-            place = out_weight + start * 2 + (column * (2 * ROWS) + lane // RUN % ROWS)
-            tl.store(place, join_words(w0, w1), mask=mask)
-            tl.store(place + ROWS, join_words(w2, w3), mask=mask)
+            # Of a column's 256 bytes the halves of the groups come first: 16 rows of 8 bytes each.
+            target = out_weight + start * 2 + (place + place // ROWS * ROWS)
+            tl.store(target, join_words(w0, w1), mask=mask)
+            tl.store(target + ROWS, join_words(w2, w3), mask=mask)
             # [E, G/2, N, 2]
-            column += ahead // ROWS
-            row = block_row + (column // groups) * ROWS + lane // RUN % ROWS
+            column = (ahead + place) // ROWS
+            row = block_row + (column // groups) * ROWS + place % ROWS
             group = column % groups
             spot = (row // per_expert) * (per_expert * groups) + (row % per_expert) * 2
             spot += (group // 2) * (2 * per_expert) + group % 2
             tl.store(out_scale + scale_start + spot, bits.to(tl.int16), mask=mask)
         else:
-            tl.store(out_scale + first + lane, bits.to(tl.int16), mask=mask)
+            tl.store(out_scale + first + place, bits.to(tl.int16), mask=mask)
             if LAYOUT == PACK_QUANTIZED:
-                place = out_weight + first * 2 + lane * 2
-                tl.store(place, join_words(w0 ^ 0x88888888, w1 ^ 0x88888888), mask=mask)
-                tl.store(place + 1, join_words(w2 ^ 0x88888888, w3 ^ 0x88888888), mask=mask)
+                target = out_weight + first * 2 + place * 2
+                tl.store(target, join_words(w0 ^ 0x88888888, w1 ^ 0x88888888), mask=mask)
+                tl.store(target + 1, join_words(w2 ^ 0x88888888, w3 ^ 0x88888888), mask=mask)
             else:
-                place = out_weight + first * 4 + lane * 4
-                tl.store(place, plain_words(w0), mask=mask)
-                tl.store(place + 1, plain_words(w1), mask=mask)
-                tl.store(place + 2, plain_words(w2), mask=mask)
-                tl.store(place + 3, plain_words(w3), mask=mask)
+                target = out_weight + first * 4 + place * 4
+                tl.store(target, plain_words(w0), mask=mask)
+                tl.store(target + 1, plain_words(w1), mask=mask)
+                tl.store(target + 2, plain_words(w2), mask=mask)
+                tl.store(target + 3, plain_words(w3), mask=mask)
 
 
 @triton.jit
@@ -292,7 +301,7 @@ def _largest_kernel(scale, result, count, BLOCK: tl.constexpr, FLOOR: tl.constex
 
 def largest_byte(scale: torch.Tensor) -> int:
     """The largest of a uint8 tensor if it is one that overflows or is NaN, else 0."""
-    scale = scale.contiguous()
+    scale = aligned(scale)
     result = torch.zeros(1, dtype=torch.int32, device=scale.device)
     grid = (triton.cdiv(scale.numel(), 16384),)
     _largest_kernel[grid](
@@ -338,7 +347,7 @@ def convert_slab(
     """Convert uint8 [E, N, K/2] and uint8 [E, N, G] into buffers shaped as `layouts` says; the
     scale buffer is int16 (bf16 bits). Sources and buffers that are not contiguous are copied."""
     e, n, g = scale.shape
-    weight, scale = weight.contiguous(), scale.contiguous()
+    weight, scale = aligned(weight), aligned(scale)
     target, bits = out_weight.contiguous(), out_scale.contiguous()
     span, tiles, warps, run = _spans(g, layout)
     _convert_kernel[(triton.cdiv(e * n * g, span),)](

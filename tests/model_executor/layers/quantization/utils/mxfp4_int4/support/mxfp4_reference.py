@@ -115,8 +115,8 @@ NAMES = ("gauss", "laplace", "student", "uniform", "sparse")
 KINDS = (*(f"{name}_{r}" for name in NAMES for r in ("floor", "ceil")), "codes", "few")
 
 
-def aiter_weight_index(row: int, k: int, n: int, depth: int) -> tuple[int, int]:
-    """Byte and nibble (0 low, 1 high) of value [row, k] of one expert [n, depth] in AITER's form."""
+def aiter_weight_index(row: int, k: int, depth: int) -> tuple[int, int]:
+    """Byte and nibble (0 low, 1 high) of value [row, k] of an expert [N, depth] in AITER's form."""
     tile, row_in_tile = divmod(row, 16)
     group, within = divmod(k, 32)
     half, within = divmod(within, 16)
