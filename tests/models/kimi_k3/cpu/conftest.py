@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Checkpoints that tests of the CPU model share, and the way to its support modules."""
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,3 +32,13 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
         return made[spec]
 
     return make
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """What vLLM's loggers say; they do not hand their records on to the root logger."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        yield caplog
+    logger.removeHandler(caplog.handler)
