@@ -16,8 +16,9 @@ help: ## Show the targets.
 env: ## Build the CPU environment in .venv.
 	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev
 
-demo: env ## Load a checkpoint, stock beside overlay.
+demo: env ## Load a checkpoint, stock beside overlay, and serve one over HTTP.
 	@$(VENV)/bin/python tools/demo_kda_load.py
+	@$(VENV)/bin/python tools/demo_serve.py
 
 test: env ## Run all tests that need no GPU.
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
