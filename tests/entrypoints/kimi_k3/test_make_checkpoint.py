@@ -97,6 +97,7 @@ def test_experts_stay_whole_and_out_of_order():
         assert ids != sorted(ids)
 
 
+@pytest.mark.slow
 def test_headers_only_checkpoint_is_quick_small_and_complete(tmp_path):
     start = time.monotonic()
     result = run(str(tmp_path / "k3"), "--preset=k3-shapes")

@@ -36,9 +36,12 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def caplog_vllm(caplog):
-    """What vLLM's loggers say; they do not hand their records on to the root logger."""
+    """Return what vLLM's loggers have said so far.
+
+    They hand records on to the root logger or not, as they were configured; each counts once.
+    """
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger="vllm"):
-        yield caplog
+        yield lambda: [r.getMessage() for r in {id(r): r for r in caplog.records}.values()]
     logger.removeHandler(caplog.handler)
