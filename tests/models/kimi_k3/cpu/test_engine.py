@@ -122,9 +122,9 @@ def test_load_formats_give_the_same_tokens(variations, checkpoint):
 def test_bfloat16_mostly_chooses_the_tokens_of_the_reference(variations, checkpoint):
     """Equality is claimed in float32 only; this holds bfloat16 to being the same model.
 
-    bfloat16 keeps 8 bits. Rounding flips choices between near-equal logits, and now and then that of
-    the last of a token's experts, after which a logit may be off by units. A wrong model agrees with
-    the reference on one token in 512.
+    bfloat16 keeps 8 bits. Rounding flips choices between near-equal logits, and now and then that
+    of the last of a token's experts, after which a logit may be off by units. A wrong model agrees
+    with the reference on one token in 512.
     """
     reference = Reference(checkpoint(vision=PRESETS["tiny"].vision))
     equal = []
