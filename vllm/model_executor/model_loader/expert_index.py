@@ -35,6 +35,7 @@ def note_names(weights: Iterable[Any]) -> Iterator[Any]:
     for item in weights:
         CurrentTensor.name = item[0]
         yield item
+        del item
     CurrentTensor.name = ""
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""The name of the tensor that a model is being handed is known while it handles it.
+"""Weights on their way into a model pass two onlookers: one notes names, one guards held sources.
 
 Ledger
     What: `AutoWeightsLoader._load_module` notes the name of each tensor that it hands to a module's
-        own `load_weights`.
+        own `load_weights`, and checks that no tensor has overwritten one that is held.
     Why: an `IndexedMapping` can offer the right entry first only if it knows which tensor is
-        being loaded; the loop that iterates over it tells nothing.
+        being loaded; the loop that iterates over it tells nothing. And a tensor that layerwise
+        loading holds is lost silently when the iterator reuses its memory for the next one.
     How: wrap one method and put a generator between the weights and the module.
     Upstream: none yet.
-    Remove when: the amendment of `layers.fused_moe.routed_experts` is removed.
+    Remove when: the amendments of `layers.fused_moe.routed_experts` and `reload.layerwise` are.
 """
 
 from wrapt import patch_function_wrapper
@@ -24,11 +25,15 @@ require(
 
 
 @patch_function_wrapper(__name__, "AutoWeightsLoader._load_module")
-def _note_names(wrapped, instance, args, kwargs):
+def _look_on(wrapped, instance, args, kwargs):
     def load(base_prefix, module, weights):
         # The loader calls a module's own method unless the module is the one it was made for.
         if module is not instance.module and callable(getattr(module, "load_weights", None)):
             weights = note_names(weights)
+        elif not base_prefix:
+            from vllm.model_executor.model_loader.reload.accounting import watch
+
+            weights = watch(weights)
         return wrapped(base_prefix, module, weights)
 
     return load(*args, **kwargs)

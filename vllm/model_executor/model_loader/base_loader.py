@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The account of a load begins when its model is created, and knows the layers by name.
+
+Ledger
+    What: `BaseModelLoader.create_model` begins an account and names the model's layers;
+        `finalize_layerwise_processing` is the one that ends it.
+    Why: layers are wrapped while the model is being built, before any of them has a name.
+    How: wrap one method in place, and rebind the name that this module imported, which is stale
+        when `layerwise` was imported before the overlay was activated.
+    Upstream: none yet.
+    Remove when: the amendment of `reload.layerwise` is removed.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm_overlay import require
+
+require(
+    f"{__name__}:BaseModelLoader.create_model",
+    parameters=("self", "vllm_config", "model_config", "prefix"),
+)
+require(
+    f"{__name__}:BaseModelLoader.load_model",
+    parameters=("self", "vllm_config", "model_config", "prefix"),
+)
+require(f"{__name__}:finalize_layerwise_processing", parameters=("model", "model_config"))
+
+finalize_layerwise_processing = require(
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
+)
+
+
+@patch_function_wrapper(__name__, "BaseModelLoader.create_model")
+def _begin_account(wrapped, instance, args, kwargs):
+    from vllm.model_executor.model_loader.reload.accounting import begin
+
+    account = begin()
+    model = wrapped(*args, **kwargs)
+    account.name_layers(model)
+    return model

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Layerwise loading keeps an account: which layers wait for what, and the sources they hold.
+
+Ledger
+    What: `make_online_process_loader`, `_layerwise_process`, `initialize_layerwise_reload` and
+        `finalize_layerwise_processing` report to the account of the load under way.
+    Why: a layer that never completes holds its source tensors until the end of the load. Upstream
+        counts elements per layer and names no layer, so a load that runs out of memory after hours
+        does not say who held it, and a delayed layer is a debug line with a class name.
+    How: wrap four functions that upstream looks up when it calls them. What is loaded, and when,
+        stays as it is, unless the sources held exceed the budget or were overwritten.
+    Upstream: none yet.
+    Remove when: upstream reports held sources by layer name.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm_overlay import require
+
+require(
+    f"{__name__}:_wrap_parameters_weight_loader",
+    parameters=("layer",),
+    uses=("make_online_process_loader",),
+)
+require(f"{__name__}:make_online_process_loader", parameters=("layer", "param_name"))
+require(f"{__name__}:_layerwise_process", parameters=("layer", "info"))
+require(f"{__name__}:initialize_layerwise_reload", parameters=("model",))
+require(
+    f"{__name__}:finalize_layerwise_processing",
+    parameters=("model", "model_config"),
+    uses=("_layerwise_process",),
+)
+require(f"{__name__}:get_layerwise_info", parameters=("layer",))
+require("vllm.model_executor.model_loader.reload.types:LayerReloadingInfo.can_load")
+require("vllm.model_executor.model_loader.reload.utils:get_layer_tensors", parameters=("layer",))
+require("vllm.model_executor.model_loader.reload.meta:SKIP_LOAD_TENSORS")
+
+# `accounting` is imported when it is needed: its package is still being imported at this point.
+
+
+@patch_function_wrapper(__name__, "make_online_process_loader")
+def _count(wrapped, instance, args, kwargs):
+    from vllm.model_executor.model_loader.reload.accounting import counting_loader
+
+    return counting_loader(wrapped, *args, **kwargs)
+
+
+@patch_function_wrapper(__name__, "_layerwise_process")
+def _release(wrapped, instance, args, kwargs):
+    from vllm.model_executor.model_loader.reload.accounting import process_layer
+
+    process_layer(wrapped, *args, **kwargs)
+
+
+@patch_function_wrapper(__name__, "initialize_layerwise_reload")
+def _begin(wrapped, instance, args, kwargs):
+    from vllm.model_executor.model_loader.reload.accounting import begin
+
+    begin().name_layers(*args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+@patch_function_wrapper(__name__, "finalize_layerwise_processing")
+def _finish(wrapped, instance, args, kwargs):
+    from vllm.model_executor.model_loader.reload.accounting import finalize
+
+    finalize(wrapped, *args, **kwargs)
