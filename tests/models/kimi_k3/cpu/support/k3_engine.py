@@ -104,6 +104,9 @@ def _main(source: str, target: str) -> None:
         # all modules then stumbles over numba's library objects.
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    import vllm
+
+    Path(target).with_name("version.txt").write_text(vllm.__version__)
     answers = [_run(job) for job in jobs]
     Path(target).write_text(json.dumps([[asdict(a) for a in each] for each in answers]))
 

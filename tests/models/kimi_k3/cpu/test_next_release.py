@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""The engine over the Python files of the next supported vLLM release, with this one's kernels."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from k3_compare import compare, make_prompts
+from k3_engine import Job, run_jobs
+
+import vllm
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def next_release(tmp_path) -> Path:
+    """A folder for PYTHONPATH: vLLM 0.33.0's Python files beside the installed compiled modules."""
+    unpacked = ROOT / ".cache" / "vllm-0.33.0"
+    command = [sys.executable, "tools/unpack_vllm.py", "0.33.0", str(unpacked)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    folder = tmp_path / "vllm-0.33.0"
+    shutil.copytree(unpacked, folder)
+    for compiled in Path(vllm.__file__).parent.glob("*.so"):
+        (folder / "vllm" / compiled.name).symlink_to(compiled)
+    return folder
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_next_release_equals_reference(next_release, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(next_release))
+    # This release's metadata names no CPU build.
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    folder = checkpoint()
+    (answers,) = run_jobs([Job(str(folder), make_prompts())], tmp_path / "jobs")
+    assert (tmp_path / "jobs" / "version.txt").read_text().startswith("0.33.0")
+    compare(folder, make_prompts(), answers)
