@@ -50,14 +50,15 @@ def worst_error(form: Callable, inputs: Inputs, exact: Inputs) -> float:
     )
 
 
-def best_time(form: Callable, inputs: Inputs, repeats: int) -> float:
-    """Seconds of the fastest run."""
-    times = []
+def best_times(forms: list[Callable], inputs: Inputs, repeats: int) -> list[float]:
+    """Seconds of each form's fastest run; the forms take turns, so that both see the same load."""
+    best = [float("inf")] * len(forms)
     for _ in range(repeats):
-        start = time.perf_counter()
-        form(*inputs)
-        times.append(time.perf_counter() - start)
-    return min(times)
+        for i, form in enumerate(forms):
+            start = time.perf_counter()
+            form(*inputs)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -95,7 +96,7 @@ def main() -> None:
         errors = [worst_error(form, inputs, exact) for form in (naive_kda, chunk_kda)]
         if max(errors) > RTOL:
             raise SystemExit(f"{tokens} tokens: errors {errors} exceed {RTOL}; nothing is timed")
-        slow, fast = (best_time(f, inputs, options.repeats) for f in (naive_kda, chunk_kda))
+        slow, fast = best_times([naive_kda, chunk_kda], inputs, options.repeats)
         table.add_row(
             f"{tokens:,}",
             *(f"{e:.1e}" for e in errors),
