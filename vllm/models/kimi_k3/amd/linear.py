@@ -54,9 +54,14 @@ from vllm.models.kimi_k3.cpu.attn_res import attn_res  # noqa: E402, F401
 _READ_DIRECTLY = ("_res_proj", "routed_expert_up_proj")
 
 
-@patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
-def _keep_weights_that_are_read(wrapped, instance, args, kwargs):
-    wrapped(*args, **kwargs)
-    for name, layer in instance.named_modules():
+def _mark_read_directly(model) -> None:
+    """Let the layers of ``model`` whose weight is read keep it where it is."""
+    for name, layer in model.named_modules():
         if name.endswith(_READ_DIRECTLY):
             layer._cpu_skip_gemm_dispatch = True
+
+
+@patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
+def _init_and_mark(wrapped, instance, args, kwargs):
+    wrapped(*args, **kwargs)
+    _mark_read_directly(instance)
