@@ -4,16 +4,19 @@
 
 Ledger
     What: `backend_to_kernel_cls` adds `CPUSituMxfp4Experts` to the CPU backend's list, at its end;
-        `convert_weight_to_mxfp4_moe_kernel_format` leaves weights for it as they were loaded.
+        `convert_weight_to_mxfp4_moe_kernel_format` leaves weights for it as they were loaded;
+        `_MXFP4_SCHEME_CANDIDATES` holds int4 with groups of 32, at its end.
     Why: upstream's CPU kernel needs AMX and knows SiLU only, so Kimi-K3 finds no experts; the
-        conversion repacks weights for that kernel.
-    How: wrap two functions.
+        conversion repacks weights for that kernel. In 0.32 a kernel for experts that were converted
+        to int4 while loading is refused, because int4 is not among the schemes it is asked for.
+    How: wrap two functions, add an entry to a list.
     Upstream: none yet.
     Remove when: one of upstream's CPU experts supports MXFP4 with `MoEActivation.SITU`.
 """
 
 from wrapt import patch_function_wrapper
 
+from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 from vllm_overlay import require
 
 _backends = require(f"{__name__}:Mxfp4MoeBackend")
@@ -25,6 +28,11 @@ require(
     f"{__name__}:convert_weight_to_mxfp4_moe_kernel_format",
     parameters=("mxfp4_backend", "layer", *_WEIGHTS, "activation"),
 )
+require(f"{__name__}:_mxfp4_quant_keys_for_experts", uses=("_MXFP4_SCHEME_CANDIDATES",))
+_schemes = require(f"{__name__}:_MXFP4_SCHEME_CANDIDATES")
+
+if (kInt4Static32, None) not in _schemes:
+    _schemes.append((kInt4Static32, None))
 
 
 @patch_function_wrapper(__name__, "backend_to_kernel_cls")
