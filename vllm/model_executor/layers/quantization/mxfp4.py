@@ -124,12 +124,13 @@ def _refuse_or_select(wrapped, instance, args, kwargs):
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod.maybe_roundup_sizes")
 def _keep_native_sizes(wrapped, instance, args, kwargs):
     if instance.is_k3_situ_int4_gfx942:
-        native = super(_method, instance).maybe_roundup_sizes(*args, **kwargs)
+        hidden, inner = super(_method, instance).maybe_roundup_sizes(*args, **kwargs)
         on_cpu = current_platform.is_cpu()
-        target = policy.Target.CPU if on_cpu else policy.Target.GFX942
-        fitting = policy.native_sizes(*native, target)
-        if fitting is not None:
-            return fitting
+        native = policy.native_sizes(
+            hidden, inner, policy.Target.CPU if on_cpu else policy.Target.GFX942
+        )
+        if native is not None:
+            return native
     return wrapped(*args, **kwargs)
 
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
     convert_experts,
 )
 from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import ScaleRule
-from vllm.model_executor.utils import replace_parameter
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
@@ -81,7 +81,7 @@ def convert_layer(
             for source in (weight, scale):
                 source.data = torch.empty(0, dtype=torch.uint8, device=source.device)
             weight_data = weight_data.view(weight_dtype)
-            weight_data.is_shuffled = True
+            set_weight_attrs(weight_data, {"is_shuffled": True})
             replace_parameter(layer, f"{name}_weight", weight_data)
             replace_parameter(layer, f"{name}_weight_scale", scale_data)
             del weight, scale, source, weight_data, scale_data

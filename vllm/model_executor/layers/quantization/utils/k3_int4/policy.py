@@ -93,7 +93,7 @@ def scale_rule(vllm_config: "VllmConfig") -> ScaleRule:
         Int4RefusedError: The name is unknown, or the two ask for different rules.
     """
     additional = vllm_config.additional_config
-    found = {
+    found: dict[str, Any] = {
         f"additional_config[{RULE_KEY!r}]": (
             additional.get(RULE_KEY) if isinstance(additional, Mapping) else None
         ),
