@@ -17,16 +17,25 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 Convert = Callable[..., ConvertedExperts]
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> Iterator[convert.Implementation]:
+def _interpreted(as_launched: bool) -> Iterator[convert.Implementation]:
     pytest.importorskip("triton")
     from interpreter import InterpretedKernel
 
-    kernel = InterpretedKernel()
+    kernel = InterpretedKernel(as_launched)
     yield convert.Implementation(
         kernel.convert_slab, lambda layout, groups: layout != "plain", kernel.largest_byte
     )
     kernel.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[convert.Implementation]:
+    yield from _interpreted(as_launched=False)
+
+
+@pytest.fixture(scope="session")
+def interpreted_as_launched() -> Iterator[convert.Implementation]:
+    yield from _interpreted(as_launched=True)
 
 
 @pytest.fixture(

@@ -147,3 +147,21 @@ def test_fit_never_raises_the_error_and_never_overflows():
             for n, v, q in zip(counts, values, codes, strict=True)
         )
         assert fitted * 128**2 <= min(totals)
+
+
+def test_the_least_error_of_any_group_is_bounded():
+    """`lookup` adds up keys in float32, which is exact under 2^24. Whatever 32 values a group has,
+    its least error is at most the weighted mean of the candidates' errors, which these weights
+    (found by solving the game of group against candidate) bound by 13 half units squared."""
+    weights = {256: 1, 384: 1, 192: 26, -192: 26, 200: 247, -200: 247, 219: 454}
+    total = sum(weights.values())
+    worst = max(
+        sum(w * d.candidate_error(s * m, c) for c, w in weights.items())
+        for m in d.MAGNITUDES
+        for s in (1, -1)
+    )
+    assert 32 * worst < 13 * 128**2 * total
+    assert 16 * 13 * 128**2 + 16 < 2**24
+    # Fits: sum(v*q) of at most 32 * 12 * 8 below 4096, sum(q*q) of at most 32 * 64 above it.
+    assert 32 * 12 * 8 < 4096
+    assert 4096 * 32 * 64 + 4095 < 2**24

@@ -116,3 +116,17 @@ def test_aiter_places_are_a_permutation():
     n, k = 48, 192
     seen = {aiter_weight_index(row, column, k) for row in range(n) for column in range(k)}
     assert seen == {(byte, nibble) for byte in range(n * k // 2) for nibble in (0, 1)}
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 64), (3, 16, 192), (1, 32, 384)], ids=str)
+@pytest.mark.parametrize("layout_here", ["aiter", "pack_quantized"])
+def test_the_tiles_of_a_real_launch(shape, layout_here, interpreted_as_launched):
+    """Several tiles a program, partial ones, in place: the other tests interpret one wide tile."""
+    weight, scale = random_experts(shape, seed=4)
+    expected = convert._convert(weight, scale, layout_here, "mse", 8, False, False, convert.NAIVE)
+    for in_place in (False, True):
+        out = convert._convert(
+            weight, scale, layout_here, "mse", 8, in_place, False, interpreted_as_launched
+        )
+        assert torch.equal(out.weight, expected.weight)
+        assert torch.equal(out.scale, expected.scale)

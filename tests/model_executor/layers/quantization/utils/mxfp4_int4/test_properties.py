@@ -15,7 +15,7 @@ GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 31)), min_size=1,
     lambda parts: np.resize(np.concatenate([[code] * times for code, times in parts]), 32)
 )
 BYTES = st.one_of(st.integers(0, 252), st.sampled_from([0, 1, 2, 104, 105, 106, 107, 108]))
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=60, deadline=None)
 
 
 def converted(codes: np.ndarray, byte: int, rule: str = "mse", implementation=None):

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """The conversion on a CPU: torch operations on tables, no arithmetic per code. Also runs on a GPU
-without Triton.
+without Triton; never on the way of a load on a GPU that has it.
 
-Four codes (16 bits) are looked up at a time. A first table gives how often each magnitude occurs in
-them, as bit fields that `embedding_bag` adds up over a group; candidates, scale and bits come from
-those counts, one group a lane. A second table, per candidate, gives the four new codes. The
-decisions are those of `naive`, in exact integers; no code here is on the way of a GPU load.
+Each byte (two codes) is looked up in a table of what it adds to every candidate's error and fit;
+`embedding_bag` adds that up over a group. The choice and the scale follow from the sums, one group
+a lane, and a second table gives the new codes. Sums are exact, so the decisions are `naive`'s.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import pairwise
-from threading import Barrier
+from threading import Barrier, Event
 
 import torch
 
@@ -22,187 +20,109 @@ from .definition import (
     ABSMAX_SCALE_OFFSET,
     CANDIDATES,
     MAGNITUDES,
-    absmax_code,
-    candidate_code,
-    candidate_error,
 )
 from .layouts import aligned, place_scales
-from .naive import unpack_values
-
-WORDS = 8  # 16-bit words of four codes in a group
-BLOCK_GROUPS = 16384  # the lanes of one block: a column of int32 is 64 KiB
-PATTERNS = 1 << 16
-FIELD_BITS = 6  # a count goes up to 32
-# The signed values (half units) that are counted, by the column of the table that holds their
-# counts. A column is a float32: four fields are 24 bits, which it holds exactly. Up to 6 a
-# candidate treats both signs alike; at 8 and 12 codes can clamp on one side.
-COLUMNS: tuple[tuple[tuple[int, ...], ...], ...] = (
-    ((1, -1), (2, -2), (3, -3), (4, -4)),
-    ((6, -6), (8,), (-8,)),
-    ((12,), (-12,)),
+from .lookup_tables import (
+    BYTES,
+    FLOOR_BYTES,
+    KEY,
+    NORM,
+    ROWS,
+    WIDTH,
+    absmax_codes,
+    mse_codes,
+    sum_table,
 )
-FIELDS = tuple(values[0] for column in COLUMNS for values in column)
-INDEX_BITS = 4  # errors and candidate numbers are compared as one integer
 
-# The "absmax" code maps: by largest magnitude above the 1e-6 floor, then by byte under it.
-FLOOR_BYTES = range(100, 109)
-
-
-@lru_cache(maxsize=4)
-def _patterns(device: torch.device) -> torch.Tensor:
-    """int64 [65536, 4], the values of every run of four codes, in half units."""
-    words = torch.arange(PATTERNS, dtype=torch.int32, device=device).to(torch.uint16)
-    return unpack_values(words.view(torch.uint8).view(PATTERNS, 2))
+# Lanes of a block: many, so that starting an operation costs little, yet so few in all threads
+# together that their working memory (about 300 bytes a group) stays under 48 MiB.
+BLOCK_GROUPS = 32768
+ALL_GROUPS = 131072
+PACKED = 16  # bytes of a group
+_NEGATIVE = sum((c < 0) << i for i, c in enumerate(CANDIDATES))
 
 
-@lru_cache(maxsize=4)
-def _count_table(device: torch.device) -> torch.Tensor:
-    """float32 [65536, 4]: the counts of COLUMNS as bit fields; the last column is unused."""
-    values = _patterns(device)
-    table = torch.zeros(PATTERNS, 4, dtype=torch.float32, device=device)
-    for column, fields in enumerate(COLUMNS):
-        for place, counted in enumerate(fields):
-            hits = sum((values == value).sum(1) for value in counted)
-            table[:, column] += hits * 2.0 ** (FIELD_BITS * place)
-    return table
+class Buffers:
+    """Working memory of one thread for up to `groups` groups, reused from block to block: fresh
+    memory of this size costs more (page faults) than the work done in it."""
+
+    def __init__(self, groups: int, layout: str, device: torch.device) -> None:
+        code = torch.uint8 if layout == "pack_quantized" else torch.int16
+        self.index = torch.empty((groups, PACKED), dtype=torch.int32, device=device)
+        self.codes = torch.empty((groups, PACKED), dtype=code, device=device)
+        self.joined = torch.empty((groups, PACKED // 4), dtype=torch.int32, device=device)
+        places = torch.arange(groups, dtype=torch.int32, device=device)
+        self.starts = places * PACKED
+        self.fits = places * (2 * WIDTH) + WIDTH
 
 
-def _code_table(codes: list[dict[int, int]], order: str, device: torch.device) -> torch.Tensor:
-    """int32 [maps * 65536]: the four codes of every pattern under each map of value to code.
-
-    order "aiter": one code in the low nibble of each byte; "words": 16 bits in order, code + 8;
-    "plain": one int8 a byte."""
-    shifts = torch.arange(4, device=device) * (4 if order == "words" else 8)
-    tables = []
-    for code in codes:
-        by_value = torch.tensor([code.get(v, 0) for v in range(-12, 13)], device=device)
-        new = by_value[_patterns(device) + 12]
-        new = new + 8 if order == "words" else new & (15 if order == "aiter" else 255)
-        tables.append((new << shifts).sum(1))
-    return torch.cat(tables).to(torch.int32)
-
-
-_ORDERS = {"aiter": "aiter", "pack_quantized": "words", "plain": "plain"}
-
-
-@lru_cache(maxsize=12)
-def _mse_codes(layout: str, device: torch.device) -> torch.Tensor:
-    signed = [sign * m for m in MAGNITUDES for sign in (1, -1)]
-    maps = [{v: candidate_code(v, c) for v in signed} for c in CANDIDATES]
-    return _code_table(maps, _ORDERS[layout], device)
-
-
-@lru_cache(maxsize=12)
-def _absmax_codes(layout: str, device: torch.device) -> torch.Tensor:
-    def code_map(largest: int, byte: int) -> dict[int, int]:
-        sizes = [m for m in MAGNITUDES if m <= largest]
-        return {s * m: absmax_code(s * m, largest, byte) for m in sizes for s in (1, -1)}
-
-    above = [code_map(m, 200) for m in MAGNITUDES]
-    under = []
-    for byte in FLOOR_BYTES:
-        sizes = [m for m, top in zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True) if byte <= top]
-        under.append(code_map(max(sizes), byte))
-    return _code_table(above + under, _ORDERS[layout], device)
-
-
-@lru_cache(maxsize=4)
-def _fit_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """By candidate, packed over FIELDS: int64 of |code| (4 bits each), and the sign bit."""
-    sizes = [
-        sum(abs(candidate_code(v, c)) << (4 * i) for i, v in enumerate(FIELDS)) for c in CANDIDATES
-    ]
-    signs = [0x8000 * (c < 0) for c in CANDIDATES]
-    return (
-        torch.tensor(sizes, dtype=torch.int64, device=device),
-        torch.tensor(signs, dtype=torch.int32, device=device),
-    )
-
-
-def _words(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, 16] -> int32 [R, 8], each the index of a pattern."""
-    return packed.view(torch.uint16).to(torch.int32)
-
-
-def _choose_mse(words: torch.Tensor, byte: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [R, 8], int32 [R] -> candidate int32 [R], scale bits int32 [R]."""
-    device = words.device
-    starts = torch.arange(0, words.numel(), WORDS, dtype=torch.int32, device=device)
-    sums = torch.embedding_bag(_count_table(device), words.view(-1), starts)[0]
-    counts = []
-    for column, fields in enumerate(COLUMNS):
-        packed = sums[:, column].to(torch.int32)
-        for place in range(len(fields)):
-            shifted = packed >> (FIELD_BITS * place) if place else packed
-            counts.append(shifted & 63 if place + 1 < len(fields) else shifted)
-
-    best = None
-    for index, numerator in enumerate(CANDIDATES):
-        key = torch.full_like(byte, index)
-        for count, value in zip(counts, FIELDS, strict=True):
-            weight = candidate_error(value, numerator) << INDEX_BITS
-            if weight:
-                key.add_(count, alpha=weight)
-        best = key if best is None else torch.minimum(best, key, out=best)
-    assert best is not None
-    choice = best & ((1 << INDEX_BITS) - 1)
-
-    sizes, signs = _fit_tables(device)
-    size = sizes.index_select(0, choice)
-    fit, norm = torch.zeros_like(byte), torch.zeros_like(byte)
-    for place, (count, value) in enumerate(zip(counts, FIELDS, strict=True)):
-        code = ((size >> (4 * place)) & 15).to(torch.int32)
-        part = count * code
-        fit.add_(part, alpha=abs(value))
-        norm.addcmul_(part, code)
-    bits = _fit_scale(fit, norm, byte).add_(signs.index_select(0, choice))
-    return choice, bits
+def _choose_mse(
+    index: torch.Tensor, byte: torch.Tensor, buffers: Buffers
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [R, 16], rows of `sum_table`, and int32 [R] -> candidate int32 [R], scale bits [R]."""
+    groups = len(index)
+    table = sum_table(index.device)
+    sums = torch.embedding_bag(table, index.view(-1), buffers.starts[:groups])[0].view(-1)
+    best = torch.max_pool1d(sums.view(1, 1, -1), kernel_size=WIDTH, stride=2 * WIDTH)
+    choice = best.view(-1).to(torch.int32).neg_().bitwise_and_(KEY - 1)
+    fit = sums.index_select(0, choice + buffers.fits[:groups]).to(torch.int32)
+    norm = fit >> NORM.bit_length() - 1
+    bits = _fit_scale(fit.bitwise_and_(NORM - 1), norm, byte)
+    negative = torch.bitwise_right_shift(_NEGATIVE, choice).bitwise_and_(1)
+    return choice, bits.add_(negative, alpha=0x8000)
 
 
 def _fit_scale(fit: torch.Tensor, norm: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
-    """bf16 bits of fit/norm half units at `byte`, as `naive.quantize_mse` defines them."""
-    empty = norm == 0
-    fit, norm = fit + empty, norm + empty
-    j = torch.minimum(byte, 1 + (fit < 2 * norm).to(torch.int32))
+    """bf16 bits of fit/norm half units at `byte`, as `naive.quantize_mse` defines them. The first
+    two are used up."""
+    full = norm.clamp(max=1)  # 0 for a group of zeros, whose scale is 1
+    fit.add_(1).sub_(full)
+    norm.add_(1).sub_(full)
+    twice = norm << 1
+    small = (fit - twice).bitwise_right_shift_(31)  # -1 for a scale under 2
+    j = torch.minimum(byte, small.neg_().add_(1))
     # Numerator and denominator are under 2^20, so the float32 quotient's floor is exact: a quotient
     # that is no integer is further than 2^-20 of itself from one, and rounding moves it by 2^-24.
-    scaled = (fit << (j + 6)) + norm
-    mantissa = (scaled.float() / (2 * norm).float()).to(torch.int32)
+    scaled = fit.bitwise_left_shift_(j + 6).add_(norm)
+    mantissa = scaled.float().div_(twice.float()).to(torch.int32)
     return mantissa.add_(byte - j, alpha=128)
 
 
 def _choose_absmax(packed: torch.Tensor, byte: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 [R, 16], int32 [R] -> code map int32 [R], scale bits int32 [R]."""
     device = packed.device
-    largest = torch.maximum(packed & 7, (packed >> 4) & 7).amax(1).long()
-    top = torch.tensor(ABSMAX_FLOOR_BYTE, dtype=torch.int32, device=device)[largest]
-    offset = torch.tensor(ABSMAX_SCALE_OFFSET, dtype=torch.int32, device=device)[largest]
-    floor = byte <= top
+    largest = torch.maximum(packed & 7, (packed >> 4) & 7).amax(1).to(torch.int32)
+    top = torch.tensor(ABSMAX_FLOOR_BYTE, dtype=torch.int32, device=device)
+    offset = torch.tensor(ABSMAX_SCALE_OFFSET, dtype=torch.int32, device=device)
+    floor = byte <= top.index_select(0, largest)
     under = len(MAGNITUDES) + (byte - FLOOR_BYTES[0]).clamp(0, len(FLOOR_BYTES) - 1)
-    choice = torch.where(floor & (largest > 0), under, largest.to(torch.int32))
-    return choice, torch.where(floor, ABSMAX_FLOOR_BITS, 128 * byte + offset)
+    choice = torch.where(floor & (largest > 0), under, largest)
+    bits = 128 * byte + offset.index_select(0, largest)
+    return choice, torch.where(floor, ABSMAX_FLOOR_BITS, bits)
 
 
 def _block(
-    packed: torch.Tensor, byte: torch.Tensor, layout: str, scale_rule: str
+    packed: torch.Tensor, byte: torch.Tensor, layout: str, scale_rule: str, buffers: Buffers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [R, 16], uint8 [R] -> the groups' new bytes in `layout` (each group on its own, in
-    int32 words [R, W]) and int16 scale bits [R]."""
+    """uint8 [R, 16], uint8 [R] -> the groups' new bytes in `layout`, each group on its own (in
+    `buffers`), and bf16 scale bits int32 [R]."""
+    groups, device = len(packed), packed.device
     byte = byte.to(torch.int32)
-    words = _words(packed)
+    index = buffers.index[:groups].copy_(packed)
+    index[:, 0].add_(BYTES)
     if scale_rule == "mse":
-        choice, bits = _choose_mse(words, byte)
-        table = _mse_codes(layout, packed.device)
+        choice, bits = _choose_mse(index, byte, buffers)
+        table = mse_codes(layout, device)
     else:
         choice, bits = _choose_absmax(packed, byte)
-        table = _absmax_codes(layout, packed.device)
-    index = words.add_(choice.mul_(PATTERNS)[:, None])
-    codes = table.index_select(0, index.view(-1)).view(-1, WORDS)
+        table = absmax_codes(layout, device)
+    index.add_(choice.mul_(ROWS)[:, None])
+    codes = buffers.codes[:groups]
+    torch.index_select(table, 0, index.view(-1), out=codes.view(-1))
     if layout == "aiter":
-        codes = torch.add(codes[:, 0::2], codes[:, 1::2], alpha=16)
-    elif layout == "pack_quantized":
-        codes = torch.add(codes[:, 0::2], codes[:, 1::2], alpha=PATTERNS)
-    return codes, bits.to(torch.int16)
+        four = codes.view(torch.int32)
+        codes = torch.add(four[:, 0::2], four[:, 1::2], alpha=16, out=buffers.joined[:groups])
+    return codes, bits
 
 
 def _convert_rows(
@@ -212,17 +132,19 @@ def _convert_rows(
     scale_rule: str,
     out_weight: torch.Tensor,
     out_scale: torch.Tensor,
+    buffers: Buffers,
 ) -> None:
     """One block: uint8 [N, K/2] and [N, G] of one expert into its part of the buffers."""
     n, g = scale.shape
-    codes, bits = _block(aligned(weight).view(-1, 16), scale.reshape(-1), layout, scale_rule)
+    packed = aligned(weight).view(-1, PACKED)
+    codes, bits = _block(packed, scale.reshape(-1), layout, scale_rule, buffers)
     if layout == "aiter":
         # int64 is 16 codes, the half of a group: [row, group, half] -> [group, half, row] per tile
         tiles = codes.view(torch.int64).view(n // 16, 16, g, 2).permute(0, 2, 3, 1)
         out_weight.view(torch.int64).view(n // 16, g, 2, 16).copy_(tiles)
     else:
         out_weight.copy_(codes.view(out_weight.dtype).view(out_weight.shape))
-    out_scale.copy_(place_scales(bits.view(1, n, g), layout)[0])
+    out_scale.copy_(place_scales(bits.to(torch.int16).view(1, n, g), layout)[0])
 
 
 def largest_byte(scale: torch.Tensor) -> int:
@@ -247,7 +169,8 @@ def convert_slab(
     """Convert uint8 [E, N, K/2] and uint8 [E, N, G] into buffers shaped as `layouts` says; the
     scale buffer is int16 (bf16 bits). Blocks of rows run on torch.get_num_threads() threads."""
     e, n, g = scale.shape
-    rows = max(16, BLOCK_GROUPS // g // 16 * 16)
+    threads = torch.get_num_threads() if weight.device.type == "cpu" else 1
+    rows = max(16, min(BLOCK_GROUPS, ALL_GROUPS // threads) // g // 16 * 16)
     jobs = []
     for expert in range(e):
         for start, end in pairwise([*range(0, n, rows), n]):
@@ -263,22 +186,31 @@ def convert_slab(
                     out_scale[expert][places],
                 )
             )
-    threads = min(torch.get_num_threads(), len(jobs)) if weight.device.type == "cpu" else 1
-    if threads == 1:
-        for job in jobs:
-            _convert_rows(*job)
-        return
-    table = _mse_codes if scale_rule == "mse" else _absmax_codes
-    table(layout, weight.device), _count_table(weight.device), _fit_tables(weight.device)
-    inference = torch.is_inference_mode_enabled()  # kept per thread
+    threads = min(threads, len(jobs))
+    inference = torch.is_inference_mode_enabled()  # torch keeps it per thread
+    stopped = Event()
 
-    def run(job: tuple[torch.Tensor, ...]) -> None:
+    def run(share: int) -> None:
         with torch.inference_mode(inference):
-            _convert_rows(*job)
+            buffers = Buffers(rows * g, layout, weight.device)
+            for job in jobs[share::threads]:
+                if stopped.is_set():
+                    return
+                _convert_rows(*job, buffers)
 
+    if threads == 1:
+        run(0)
+        return
+    # Tables first, once, rather than by every thread.
+    (mse_codes if scale_rule == "mse" else absmax_codes)(layout, weight.device)
+    sum_table(weight.device)
     with _Workers(threads) as pool:
-        for _ in pool.map(run, jobs):
-            pass
+        try:
+            for _ in pool.map(run, range(threads)):
+                pass
+        except BaseException:
+            stopped.set()  # a failure or Ctrl-C need not wait for the other threads' shares
+            raise
 
 
 class _Workers(ThreadPoolExecutor):
@@ -292,7 +224,12 @@ class _Workers(ThreadPoolExecutor):
         outer = torch.get_num_threads()
         super().__init__(threads, initializer=torch.set_num_threads, initargs=(1,))
         ready = Barrier(threads + 1)
-        for _ in range(threads):
-            self.submit(ready.wait)
-        ready.wait()
-        torch.set_num_threads(outer)
+        try:
+            for _ in range(threads):
+                self.submit(ready.wait)
+            ready.wait()
+        except BaseException:
+            ready.abort()
+            raise
+        finally:
+            torch.set_num_threads(outer)

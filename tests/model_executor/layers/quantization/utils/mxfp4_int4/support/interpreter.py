@@ -32,9 +32,14 @@ def load_by_file(name: str = "mxfp4_int4") -> Any:
 
 
 class InterpretedKernel:
-    """`convert_slab` and `largest_byte` of the kernel, by way of the other process."""
+    """`convert_slab` and `largest_byte` of the kernel, by way of the other process.
 
-    def __init__(self) -> None:
+    The interpreter's time is that of its operations, whatever their width. So by default a launch
+    has one wide tile for up to 4096 groups; `as_launched` keeps the tiles of a real launch.
+    """
+
+    def __init__(self, as_launched: bool = False) -> None:
+        self._as_launched = as_launched
         self._process = subprocess.Popen(
             [sys.executable, str(HERE)],
             stdin=subprocess.PIPE,
@@ -52,7 +57,8 @@ class InterpretedKernel:
     def convert_slab(self, weight, scale, layout, scale_rule, out_weight, out_scale) -> None:
         same = out_weight.data_ptr() == weight.data_ptr()
         sent = [t.numpy() for t in (weight, scale, out_weight, out_scale)]
-        new_weight, new_scale = self._ask("convert", *sent, layout, scale_rule, same)
+        options = layout, scale_rule, same, self._as_launched
+        new_weight, new_scale = self._ask("convert", *sent, *options)
         out_weight.copy_(torch.from_numpy(new_weight))
         out_scale.copy_(torch.from_numpy(new_scale))
 
@@ -65,10 +71,19 @@ class InterpretedKernel:
         self._process.wait(timeout=20)
 
 
+def wide_spans(groups: int, layout: str) -> tuple[int, int, int, int]:
+    """SPAN, TILES, warps and RUN: whole blocks of rows in one tile."""
+    block = 16 * groups if layout == "aiter" else 512
+    span = block * max(1, 4096 // block)
+    tile = 1 << (span - 1).bit_length()
+    return span, 1, tile // 32, max(run for run in (1, 2, 4, 8) if span // 16 % run == 0)
+
+
 def serve() -> None:
     load_by_file()
     from mxfp4_int4 import triton_kernel
 
+    real_spans = triton_kernel._spans
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints must not reach the channel
     while True:
@@ -79,7 +94,8 @@ def serve() -> None:
         if kind == "largest":
             answer: Any = triton_kernel.largest_byte(torch.from_numpy(request[0].copy()))
         else:
-            *arrays, layout, scale_rule, same = request
+            *arrays, layout, scale_rule, same, as_launched = request
+            triton_kernel._spans = real_spans if as_launched else wide_spans
             weight, scale, out_weight, out_scale = (torch.from_numpy(a.copy()) for a in arrays)
             if same:
                 out_weight = weight.view(out_weight.dtype)
