@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "support" / "simulated_gpu"))
 
-from int4_support import on_gpu  # noqa: E402, F401
+from int4_support import on_gpu  # noqa: F401

@@ -95,15 +95,20 @@ def run_jobs(jobs: list[Job], folder: Path, timeout: float = 300) -> list[list[A
     return [[Answer(**answer) for answer in answers] for answers in json.loads(target.read_text())]
 
 
+def register_kernels_early() -> None:
+    """Let engines run in this process: call it before the first of them is made."""
+    from vllm.platforms import current_platform
+
+    # An engine in this process does this again, after numba is loaded, and upstream's scan of all
+    # modules then stumbles over numba's library objects.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
 def _main(source: str, target: str) -> None:
     jobs = [Job(**job) for job in json.loads(Path(source).read_text())]
     if all(job.args.get("tensor_parallel_size", 1) == 1 for job in jobs):
-        from vllm.platforms import current_platform
-
-        # An engine in this process does this again, after numba is loaded, and upstream's scan of
-        # all modules then stumbles over numba's library objects.
-        current_platform.register_triton_kernel_overrides()
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        register_kernels_early()
     import vllm
 
     Path(target).with_name("version.txt").write_text(vllm.__version__)

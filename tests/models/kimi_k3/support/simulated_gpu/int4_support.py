@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Real MoE layers of Kimi-K3's kind at one rank, on a CPU or a simulated GPU, for the int4 tests."""
+"""Real MoE layers of Kimi-K3's kind at one rank, on a CPU or a simulated GPU, for int4 tests."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -3,8 +3,8 @@
 """The fused MoE: packed int4 weights in the documented layout, one expert after another."""
 
 import torch
-from aiter import BUILD, ActivationType, QuantType, dtypes
 
+from aiter import BUILD, ActivationType, QuantType, dtypes
 from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import ConvertedExperts, dequantize
 
 CALLS: list[dict] = []
