@@ -20,7 +20,11 @@ from vllm.distributed import parallel_state
 
 @contextmanager
 def simulated_parallel(
-    vllm_config: VllmConfig | None = None, *, tensor_parallel_size: int, rank: int
+    vllm_config: VllmConfig | None = None,
+    *,
+    tensor_parallel_size: int,
+    rank: int,
+    hosts: int = 1,
 ) -> Iterator[None]:
     """Let vLLM believe, within the context, that this process is `rank` of a running layout.
 
@@ -28,6 +32,7 @@ def simulated_parallel(
         vllm_config: Configuration in force while the groups are made; a default one if None.
         tensor_parallel_size: Number of ranks in the one tensor-parallel group.
         rank: This process's place in it, 0 .. tensor_parallel_size - 1.
+        hosts: Machines that vLLM finds the ranks spread over.
 
     Raises:
         ValueError: `rank` lies outside the layout.
@@ -63,7 +68,7 @@ def simulated_parallel(
         )
         with (
             mock.patch.object(dist, "new_group", new_fake_group),
-            mock.patch.object(parallel_state, "_node_count", return_value=1),
+            mock.patch.object(parallel_state, "_node_count", return_value=hosts),
             mock.patch.object(
                 parallel_state.GroupCoordinator, "__init__", coordinator_without_peers
             ),

@@ -5,6 +5,8 @@
 import typer
 
 from vllm.entrypoints.kimi_k3.make_checkpoint import make_checkpoint
+from vllm.entrypoints.kimi_k3.plan import plan
+from vllm.entrypoints.kimi_k3.rehearse import rehearse
 from vllm.entrypoints.kimi_k3.status import command as status
 
 app = typer.Typer(
@@ -14,6 +16,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("make-checkpoint")(make_checkpoint)
+app.command("plan")(plan)
+app.command("rehearse")(rehearse)
 app.command("status")(status)
 
 

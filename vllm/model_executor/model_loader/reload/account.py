@@ -50,6 +50,11 @@ class LoadAccount:
         budget: Limit for held sources; None takes the environment's or the default when the first
             source arrives.
         keep_history: Keep a `Point` for every source and completion.
+
+    Attributes:
+        held: The sources held now.
+        points: The history, if it is kept.
+        keep_history: May be switched on after the account was opened.
     """
 
     def __init__(self, budget: Budget | None = None, *, keep_history: bool = False) -> None:
@@ -58,7 +63,7 @@ class LoadAccount:
         self._budget = budget
         self._budget_known = budget is not None
         self._warned = False
-        self._keep_history = keep_history
+        self.keep_history = keep_history
         self._layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._began = time.perf_counter()
@@ -138,7 +143,7 @@ class LoadAccount:
             return
         record.done, record.late = True, self._finalizing
         self._release(record)
-        self._mark("complete", layer)
+        self._mark("finalize" if record.late else "complete", layer)
 
     def delays(self) -> list[Delay]:
         """Return the layers that have sources and wait for more, in the order of their names."""
@@ -213,7 +218,7 @@ class LoadAccount:
         return Peak(nbytes, owner, self._sources, time.perf_counter() - self._began)
 
     def _mark(self, event: str, layer: nn.Module) -> None:
-        if self._keep_history:
+        if self.keep_history:
             self.points.append(
                 Point(
                     time.perf_counter() - self._began,

@@ -84,11 +84,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class Point:
-    """What was held just after a source came or a layer completed.
+    """What was held when a source had just come or a layer was complete.
 
     Attributes:
         seconds: Since the load began.
-        event: ``source`` or ``complete``.
+        event: ``source``, ``complete``, or ``finalize`` for a completion at the end of the load.
         layer: Whose.
         device, host: Bytes held.
     """

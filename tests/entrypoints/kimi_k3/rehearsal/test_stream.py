@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Headers as a stream of tensors without memory: names, shapes, orders, and refusals."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from vllm.entrypoints.kimi_k3.rehearsal.stream import Order, headers, shards, tensors
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream") / "tiny"
+    write_checkpoint(folder, PRESETS["tiny"], shards=3)
+    return folder
+
+
+def test_every_tensor_as_it_is(checkpoint):
+    expected = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        expected |= load_file(file)
+    found = dict(tensors(headers(checkpoint)))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.is_meta
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype)
+
+
+def test_orders(checkpoint):
+    index = list(headers(checkpoint))
+    assert list(headers(checkpoint, Order.REVERSE)) == index[::-1]
+    shuffled = list(headers(checkpoint, Order.SHUFFLED, 1))
+    assert shuffled == list(headers(checkpoint, Order.SHUFFLED, 1))
+    assert shuffled != list(headers(checkpoint, Order.SHUFFLED, 2))
+    assert sorted(map(str, shuffled)) == sorted(map(str, index))
+
+
+def test_missing_shards_are_named(checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match="found none"):
+        shards(tmp_path)
+    name = shards(checkpoint)[1].name
+    (tmp_path / "model.safetensors.index.json").write_text(
+        (checkpoint / "model.safetensors.index.json").read_text()
+    )
+    with pytest.raises(FileNotFoundError, match=f"the index names .*{name}"):
+        shards(tmp_path)
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
+    with pytest.raises(ValueError, match=r"model\.safetensors: expected a complete"):
+        list(headers(tmp_path))
+
+
+def test_tensors_hold_no_memory():
+    (item,) = tensors(iter([("x", torch.bfloat16, [1 << 20, 1 << 20])]))
+    assert item[1].nbytes == 2 << 40

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""`kimi-k3 rehearse`: the load of a checkpoint of any size, on a laptop, from its headers.
+
+Parses and prints; `rehearsal.run` does the work, and imports torch and vLLM when it is to be done.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import vllm_overlay
+from vllm.entrypoints.kimi_k3.plan import (
+    DEFAULT_UTILIZATION,
+    AsJson,
+    ExpertParallel,
+    Gpu,
+    Measured,
+    Model,
+    Rank,
+    TensorParallel,
+    Utilization,
+)
+
+_ORDERS = ("index", "reverse", "shuffled")
+
+
+def rehearse(
+    model: Model,
+    tp: TensorParallel = 8,
+    rank: Rank = 0,
+    expert_parallel: ExpertParallel = False,
+    quantization: Annotated[
+        str, typer.Option(help="Of linear layers while they load: bf16 for none, or vLLM's name.")
+    ] = "fp8_per_channel_static",
+    order: Annotated[
+        str, typer.Option(help="Of tensors: index (as they lie in the files), reverse, shuffled.")
+    ] = "index",
+    seed: Annotated[int, typer.Option(help="Of the shuffled order.")] = 0,
+    world_hosts: Annotated[int, typer.Option(min=1, help="Machines that share the ranks.")] = 1,
+    without_overlay: Annotated[
+        bool, typer.Option("--without-overlay", help="Show what stock vLLM does.")
+    ] = False,
+    without_index: Annotated[
+        bool, typer.Option("--without-index", help="Scan the expert mapping for every tensor.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of held bytes (PNG).")] = None,
+    gpu: Gpu = None,
+    utilization: Utilization = DEFAULT_UTILIZATION,
+    measured: Measured = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rehearse the load of one rank: real model classes and loaders, no weight byte, no GPU.
+
+    MODEL is a real checkpoint or one of headers: kimi-k3 make-checkpoint DIR --preset k3-shapes.
+    """
+    if order not in _ORDERS:
+        raise typer.BadParameter(f"order: expected one of {', '.join(_ORDERS)}, found {order!r}")
+    if rank >= tp:
+        raise typer.BadParameter(f"rank {rank} lies outside a layout of {tp}: 0 to {tp - 1}")
+    if tp % world_hosts:
+        raise typer.BadParameter(f"{tp} ranks do not divide by {world_hosts} hosts")
+    # Before vLLM is imported: its plugins would lay the overlay over it, and it logs a great deal.
+    if without_overlay:
+        os.environ[vllm_overlay.SWITCH] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    vllm_overlay.activate(amendments=not without_overlay)
+    from rich.console import Console
+
+    from vllm.entrypoints.kimi_k3.rehearsal.layout import Layout
+    from vllm.entrypoints.kimi_k3.rehearsal.report import gpu_memory, print_load, print_plan
+    from vllm.entrypoints.kimi_k3.rehearsal.report import plot as draw
+    from vllm.entrypoints.kimi_k3.rehearsal.run import rehearse as run
+    from vllm.entrypoints.kimi_k3.rehearsal.stream import Order
+
+    layout = Layout(tp, rank, expert_parallel, quantization, world_hosts)
+    progress = Console(stderr=True)
+    try:
+        if gpu:
+            gpu_memory(gpu)
+        with progress.status("streaming headers through the loaders"):
+            found = run(model, layout, Order(order), seed, indexed=not without_index)
+        if plot:
+            draw(found, plot)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except ModuleNotFoundError as error:
+        hint = "--plot needs matplotlib: pip install 'vllm-kimi-k3[plot]'"
+        raise typer.BadParameter(hint if plot else str(error)) from error
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+        return
+    title = f"Rank {rank} of {tp} after loading, {quantization} linear layers"
+    print_plan(Console(), found.plan, title, gpu=gpu, utilization=utilization, measured=measured)
+    print_load(Console(), found)
