@@ -14,7 +14,15 @@ from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat, Stack
 
 SINGLE = list(product(Stack, (64, 128), ExpertFormat))
-DOUBLE = list(product((False, True), ExpertFormat))
+# Two ranks: every expert format split and spread; every stack and head size in one of the two.
+DOUBLE = [
+    *((Stack.MIXED, 128, f, spread) for f, spread in product(ExpertFormat, (False, True))),
+    (Stack.MIXED, 64, ExpertFormat.MXFP4, True),
+    (Stack.KDA, 64, ExpertFormat.MXFP4, False),
+    (Stack.KDA, 128, ExpertFormat.BF16, True),
+    (Stack.MLA, 64, ExpertFormat.BF16, False),
+    (Stack.MLA, 128, ExpertFormat.MXFP4, True),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,25 +59,26 @@ def double(checkpoint, tmp_path_factory):
     """Answers of two ranks, tensor parallel, with experts split and spread."""
     jobs = [
         Job(
-            str(checkpoint(expert_format=f, head_dim=128)),
+            str(checkpoint(stack=s, head_dim=d, expert_format=f)),
             make_prompts(),
             {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel},
         )
-        for expert_parallel, f in DOUBLE
+        for s, d, f, expert_parallel in DOUBLE
     ]
-    answers = run_jobs(jobs, tmp_path_factory.mktemp("double"), timeout=400)
+    answers = run_jobs(jobs, tmp_path_factory.mktemp("double"), timeout=600)
     return dict(zip(DOUBLE, answers, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("expert_parallel", "expert_format"),
+    "layout",
     DOUBLE,
-    ids=[f"{'tp2-ep' if e else 'tp2'}-{f.value}" for e, f in DOUBLE],
+    ids=[f"{s.value}-{d}-{f.value}-{'tp2-ep' if e else 'tp2'}" for s, d, f, e in DOUBLE],
 )
-def test_two_ranks_equal_reference(double, checkpoint, expert_parallel, expert_format):
-    folder = checkpoint(expert_format=expert_format, head_dim=128)
-    compare(folder, make_prompts(), double[expert_parallel, expert_format])
+def test_two_ranks_equal_reference(double, checkpoint, layout):
+    stack, head_dim, expert_format, _ = layout
+    folder = checkpoint(stack=stack, head_dim=head_dim, expert_format=expert_format)
+    compare(folder, make_prompts(), double[layout])
 
 
 @pytest.fixture(scope="module")
