@@ -23,7 +23,10 @@ def _interpreted(as_launched: bool) -> Iterator[convert.Implementation]:
 
     kernel = InterpretedKernel(as_launched)
     yield convert.Implementation(
-        kernel.convert_slab, lambda layout, groups: layout != "plain", kernel.largest_byte
+        kernel.convert_slab,
+        lambda layout, groups: layout != "plain",
+        kernel.largest_byte,
+        kernel.guard,
     )
     kernel.close()
 

@@ -26,7 +26,6 @@ KERNELS = [
     ("aiter", 768, 112, "mse"),
     ("aiter", 768, 112, "absmax"),
     ("aiter", 3584, 12, "mse"),
-    ("aiter", 3584, 96, "mse"),
     ("aiter", 16, 258, "mse"),
     ("plain", 768, 112, "mse"),
 ]
@@ -54,7 +53,7 @@ def compile_for(target: str, layout: str, rows: int, groups: int, rule: str):
         "out_weight": "*i64",
         "out_scale": "*i16",
     }
-    signature = pointers | {"total": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = pointers | {"total": "i32", "guard": "*i32"} | dict.fromkeys(constants, "constexpr")
     aligned = {
         (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "total")
     }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 
@@ -28,28 +27,21 @@ from .layouts import AITER_ROWS, Layout, ScaleRule, is_aligned, scale_shape, wei
 from .stats import ConversionStats, measure
 
 
-class ConvertSlab(Protocol):
-    """Converts uint8 weight [E, N, K/2] and scale [E, N, G] into buffers of `layouts.weight_spec`
-    and int16 `layouts.scale_shape`."""
-
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        layout: str,
-        scale_rule: str,
-        out_weight: torch.Tensor,
-        out_scale: torch.Tensor,
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class Implementation:
-    """One way to convert. `in_place(layout, groups)`: may the output be the bytes of `weight`?"""
+    """One way to convert.
 
-    convert: ConvertSlab
+    convert(weight, scale, layout, scale_rule, out_weight, out_scale): uint8 [E, N, K/2] and
+    [E, N, G] into buffers of `layouts.weight_spec` and, int16, of `layouts.scale_shape`.
+    in_place(layout, groups): may the output be the bytes of `weight`?
+    guard(scale): where there is one, an int32 [1] on the device that is not 0 if a byte needs a
+    look; `convert(..., unless=guard)` then writes nothing, and there is no need to wait before it.
+    """
+
+    convert: Callable[..., None]
     in_place: Callable[[str, int], bool]
     largest_byte: Callable[[torch.Tensor], int]
+    guard: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 NAIVE = Implementation(naive.convert_slab, lambda layout, groups: False, lookup.largest_byte)
@@ -65,7 +57,9 @@ def pick_implementation(device: torch.device) -> Implementation:
     if device.type == "cuda" and find_spec("triton") is not None:
         from . import triton_kernel as fused
 
-        return Implementation(fused.convert_slab, fused.converts_in_place, fused.largest_byte)
+        return Implementation(
+            fused.convert_slab, fused.converts_in_place, fused.largest_byte, fused.guard
+        )
     return LOOKUP
 
 
@@ -137,8 +131,6 @@ def _convert(
     if in_place:
         check_in_place(weight, scale, layout)
     work = implementation or pick_implementation(weight.device)
-    check_values(weight, scale, work.largest_byte)
-
     size, dtype = weight_spec(layout, shape)
     if in_place and weight.numel():
         out_weight = weight.view(dtype)
@@ -151,9 +143,17 @@ def _convert(
     if weight.numel() == 0:
         pass
     elif direct and not collect_stats:
-        with _whole_or_condemned(scale, in_place):
-            work.convert(weight, scale, layout, scale_rule, out_weight, bits)
+        arguments = weight, scale, layout, scale_rule, out_weight, bits
+        unless = None if work.guard is None else work.guard(scale)
+        if unless is not None:
+            with _whole_or_condemned(scale, in_place):
+                work.convert(*arguments, unless=unless)
+        if unless is None or int(unless):
+            check_values(weight, scale, work.largest_byte)
+            with _whole_or_condemned(scale, in_place):
+                work.convert(*arguments)
     else:
+        check_values(weight, scale, work.largest_byte)
         with _whole_or_condemned(scale, in_place):
             for experts, rows in _slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
                 source, source_scale = weight[experts, rows], scale[experts, rows]

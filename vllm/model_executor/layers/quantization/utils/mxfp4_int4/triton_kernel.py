@@ -210,6 +210,7 @@ def _convert_kernel(
     out_weight,  # int64; may be `weight` where IN_PLACE
     out_scale,  # int16
     total,  # groups in all
+    guard,  # int32; where it is not 0, nothing is written
     per_expert: tl.constexpr,  # rows, N
     groups: tl.constexpr,  # of a row, G
     LAYOUT: tl.constexpr,
@@ -227,6 +228,7 @@ def _convert_kernel(
     A program reads all its groups before it writes any. In place, SPAN is whole blocks of 16 rows,
     so that no program writes what another one reads.
     """
+    total = tl.where(tl.load(guard) == 0, total, 0)
     start = tl.program_id(0).to(tl.int64) * SPAN
     if LAYOUT == AITER:
         block = start // (ROWS * groups)
@@ -299,17 +301,29 @@ def _largest_kernel(scale, result, count, BLOCK: tl.constexpr, FLOOR: tl.constex
         tl.atomic_max(result, largest)
 
 
-def largest_byte(scale: torch.Tensor) -> int:
-    """The largest of a uint8 tensor if it is one that overflows or is NaN, else 0."""
+@lru_cache(maxsize=16)
+def _no_guard(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def guard(scale: torch.Tensor) -> torch.Tensor:
+    """int32 [1] on the device: the largest byte of a uint8 tensor if it is one that overflows or is
+    NaN, else 0. Does not wait for the device."""
     scale = aligned(scale)
     result = torch.zeros(1, dtype=torch.int32, device=scale.device)
     grid = (triton.cdiv(scale.numel(), 16384),)
     _largest_kernel[grid](
         scale, result, scale.numel(), BLOCK=16384, FLOOR=min(OVERFLOW), num_warps=8
     )
-    return int(result)
+    return result
 
 
+def largest_byte(scale: torch.Tensor) -> int:
+    """`guard`, waited for."""
+    return int(guard(scale))
+
+
+@lru_cache(maxsize=64)
 def _spans(groups: int, layout: str) -> tuple[int, int, int, int]:
     """SPAN, TILES, warps and RUN of a launch.
 
@@ -343,9 +357,11 @@ def convert_slab(
     scale_rule: str,
     out_weight: torch.Tensor,
     out_scale: torch.Tensor,
+    unless: torch.Tensor | None = None,
 ) -> None:
     """Convert uint8 [E, N, K/2] and uint8 [E, N, G] into buffers shaped as `layouts` says; the
-    scale buffer is int16 (bf16 bits). Sources and buffers that are not contiguous are copied."""
+    scale buffer is int16 (bf16 bits). Sources and buffers that are not contiguous are copied.
+    `unless`, an int32 [1] on the device that is not 0, lets the kernel write nothing."""
     e, n, g = scale.shape
     weight, scale = aligned(weight), aligned(scale)
     target, bits = out_weight.contiguous(), out_scale.contiguous()
@@ -357,6 +373,7 @@ def convert_slab(
         target.view(torch.int64),
         bits,
         e * n * g,
+        _no_guard(weight.device) if unless is None else unless,
         per_expert=n,
         groups=g,
         LAYOUT=_LAYOUT_CODES[layout],

@@ -54,16 +54,22 @@ class InterpretedKernel:
         self._process.stdin.flush()
         return pickle.load(self._process.stdout)
 
-    def convert_slab(self, weight, scale, layout, scale_rule, out_weight, out_scale) -> None:
+    def convert_slab(
+        self, weight, scale, layout, scale_rule, out_weight, out_scale, unless=None
+    ) -> None:
         same = out_weight.data_ptr() == weight.data_ptr()
         sent = [t.numpy() for t in (weight, scale, out_weight, out_scale)]
-        options = layout, scale_rule, same, self._as_launched
+        guard = 0 if unless is None else int(unless)
+        options = layout, scale_rule, same, self._as_launched, guard
         new_weight, new_scale = self._ask("convert", *sent, *options)
         out_weight.copy_(torch.from_numpy(new_weight))
         out_scale.copy_(torch.from_numpy(new_scale))
 
     def largest_byte(self, scale: torch.Tensor) -> int:
         return self._ask("largest", scale.numpy())
+
+    def guard(self, scale: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([self.largest_byte(scale)], dtype=torch.int32)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -94,12 +100,15 @@ def serve() -> None:
         if kind == "largest":
             answer: Any = triton_kernel.largest_byte(torch.from_numpy(request[0].copy()))
         else:
-            *arrays, layout, scale_rule, same, as_launched = request
+            *arrays, layout, scale_rule, same, as_launched, guard = request
             triton_kernel._spans = real_spans if as_launched else wide_spans
             weight, scale, out_weight, out_scale = (torch.from_numpy(a.copy()) for a in arrays)
             if same:
                 out_weight = weight.view(out_weight.dtype)
-            triton_kernel.convert_slab(weight, scale, layout, scale_rule, out_weight, out_scale)
+            unless = torch.tensor([guard], dtype=torch.int32)
+            triton_kernel.convert_slab(
+                weight, scale, layout, scale_rule, out_weight, out_scale, unless
+            )
             answer = out_weight.numpy(), out_scale.numpy()
         pickle.dump(answer, channel)
         channel.flush()
