@@ -67,6 +67,24 @@ def test_gfx950_serves_mxfp4_as_upstream_does(on_gpu):
         build_layer()
 
 
+def test_draft_layers_follow_the_flag(on_gpu):
+    """vLLM builds MTP layers under the target's configuration: they are converted like any other,
+    and reported as a load of their own."""
+    on_gpu("gfx942")
+    with rank_of(make_config(INT4)):
+        target = build_layer()
+        fill(target)
+        target.quant_method.process_weights_after_loading(target)
+        draft = build_layer(name="model.layers.93.mtp_block.block_sparse_moe.experts")
+        fill(draft)
+        draft.quant_method.process_weights_after_loading(draft)
+    assert draft.w13_weight.is_shuffled
+    assert draft.w13_weight_scale.dtype == torch.bfloat16
+    report = target.quant_method.int4_report
+    assert draft.quant_method.int4_report is report
+    assert [sorted(names) for names in report.loads] == [[target.layer_name], [draft.layer_name]]
+
+
 @pytest.mark.parametrize("rank", [0, 7])
 def test_native_intermediate_size_at_tp8(on_gpu, rank):
     """Kimi-K3's 3072 over eight ranks is 384 each, not 512."""

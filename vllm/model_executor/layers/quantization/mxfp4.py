@@ -117,7 +117,7 @@ def _refuse_or_select(wrapped, instance, args, kwargs):
     instance.is_k3_situ_int4_gfx942 = True
     config = _current_config()
     instance.int4_report = report.report_for(config.model_config, policy.scale_rule(config))
-    instance.int4_report.expected += 1
+    instance.int4_report.awaited += 1
     return None
 
 

@@ -87,6 +87,7 @@ def build_layer(
     beta: float | None = 4.0,
     linear_beta: float | None = 25.0,
     activation: str = "situ",
+    quant: type[Mxfp4Config] = Mxfp4Config,
 ) -> RoutedExperts:
     """A real layer of MXFP4 experts; sizes are those over all ranks."""
     runner = FusedMoEFactory(
@@ -97,7 +98,7 @@ def build_layer(
         activation=activation,
         activation_situ_beta=beta,
         activation_situ_linear_beta=linear_beta,
-        quant_config=Mxfp4Config(),
+        quant_config=quant(),
         prefix=name,
         renormalize=True,
     )

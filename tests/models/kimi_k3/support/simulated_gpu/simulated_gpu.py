@@ -6,6 +6,7 @@ For tests of decisions, and of the gfx942 path over the stand-in for AITER. It a
 queries of a few vLLM modules, told by who asks; no kernel and no memory of a GPU is imitated.
 """
 
+import inspect
 import sys
 from types import FrameType, ModuleType
 
@@ -68,6 +69,13 @@ def pretend(architecture: str, platform: type, set_attribute=setattr) -> None:
         set_attribute: as `setattr`; pytest's, to have it undone.
     """
     for name, answer in answers(architecture).items():
-        set_attribute(platform, name, Pretended(getattr(platform, name), answer))
+        set_attribute(platform, name, Pretended(_real(platform, name), answer))
     name = f"{'AMD' if architecture in ARCHITECTURES else 'NVIDIA'} {architecture} (simulated)"
-    set_attribute(platform, "device_name", Pretended(platform.device_name, name, is_property=True))
+    real = _real(platform, "device_name")
+    set_attribute(platform, "device_name", Pretended(real, name, is_property=True))
+
+
+def _real(platform: type, name: str) -> object:
+    """The platform's own answer, also where another GPU is simulated already."""
+    found = inspect.getattr_static(platform, name)
+    return found.real if isinstance(found, Pretended) else found

@@ -5,7 +5,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def lines(monkeypatch) -> list[str]:
 
 
 def test_one_line_at_the_end_of_each_load(lines):
-    report = LoadReport(object(), "mse", expected=2)
+    report = LoadReport(object(), "mse", awaited=2)
     report.record("a", record())
     assert lines == []
     report.record("b", record(peak_extra_bytes=3 * 2**20))
@@ -97,12 +96,31 @@ def test_one_line_at_the_end_of_each_load(lines):
 
 
 def test_a_partial_update_does_not_shift_the_next_line(lines):
-    report = LoadReport(object(), "mse", expected=2)
-    report.record("a", record())
-    report.record("a", record())
-    assert lines == []
-    report.record("b", record(peak_extra_bytes=None))
+    report = LoadReport(object(), "mse", awaited=2)
+    for name in "ab":
+        report.record(name, record())
     assert len(lines) == 1
+    report.record("a", record())
+    assert len(lines) == 1
+    for name in "ab":
+        report.record(name, record())
+    assert len(lines) == 2
+
+
+def test_a_draft_model_has_its_own_line(lines):
+    """MTP layers are built and loaded after the target, under the same configuration."""
+    report = LoadReport(object(), "mse", awaited=2)
+    for name in "ab":
+        report.record(name, record())
+    report.awaited += 1
+    report.record("mtp", record())
+    assert ["2 layers" in line for line in lines] == [True, False]
+    assert "1 layers with 8 experts" in lines[1]
+    # Then the target alone is updated.
+    for name in "ba":
+        report.record(name, record())
+    assert len(lines) == 3
+    assert "2 layers" in lines[2]
 
 
 def test_layers_of_one_model_share_a_report():
@@ -168,5 +186,5 @@ def test_report_without_linux(monkeypatch):
     with PeakMemory(torch.device("cpu")) as memory:
         pass
     assert memory.extra_bytes is None
-    unknown = LoadReport(SimpleNamespace(), "mse", 1, {"a": record(peak_extra_bytes=None)})
-    assert "peak extra memory not measured here" in unknown.summary()
+    line = LoadReport(object(), "mse").summary([record(peak_extra_bytes=None)])
+    assert "peak extra memory not measured here" in line

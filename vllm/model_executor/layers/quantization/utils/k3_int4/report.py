@@ -42,23 +42,44 @@ class LayerRecord:
 
 @dataclass(eq=False)
 class LoadReport:
-    """The layers of one model on one rank, from construction to the end of each load."""
+    """The layers of one model on one rank, from construction to the end of each load.
+
+    Attributes:
+        model_config: kept, so that its id stays its own.
+        scale_rule: by which all layers are converted.
+        awaited: layers that were constructed and have never been converted.
+        loads: the layers of each first load. A draft model, which is loaded after the target and
+            under its configuration, is a load of its own.
+        records: of layers that no line has told of.
+    """
 
     model_config: object
     scale_rule: str
-    expected: int = 0
+    awaited: int = 0
+    loads: list[frozenset[str]] = field(default_factory=list)
     records: dict[str, LayerRecord] = field(default_factory=dict)
 
     def record(self, layer_name: str, record: LayerRecord) -> None:
-        """Note a converted layer; after the last one of a load, log the line and begin anew."""
-        self.records[layer_name] = record
-        if len(self.records) >= self.expected:
-            logger.info("%s", self.summary())
-            self.records = {}
+        """Note a converted layer; after the last one of a load, or of its repetition, log a line.
 
-    def summary(self) -> str:
-        """Return the line."""
-        records = self.records.values()
+        Args:
+            layer_name: as in the model.
+            record: replaces an earlier one that no line has told of.
+        """
+        known = frozenset().union(*self.loads)
+        self.records[layer_name] = record
+        if layer_name not in known:
+            fresh = self.records.keys() - known
+            if len(fresh) < self.awaited:
+                return
+            self.loads.append(frozenset(fresh))
+            self.awaited = 0
+        load = next(names for names in self.loads if layer_name in names)
+        if load <= self.records.keys():
+            logger.info("%s", self.summary([self.records.pop(name) for name in load]))
+
+    def summary(self, records: list[LayerRecord]) -> str:
+        """Return the line about these layers."""
         seconds = sum(record.seconds for record in records)
         volume = sum(record.source_bytes for record in records)
         stats = ConversionStats().merge(*(record.stats for record in records))
