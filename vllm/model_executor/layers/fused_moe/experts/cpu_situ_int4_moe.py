@@ -7,45 +7,35 @@ compute: code times scale, rounded to the dtype of the activations. An expert is
 token of the batch is routed to it, and forgotten after.
 """
 
-from functools import cache
-
 import torch
 
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituExperts
+from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import (
+    gather_scales,
+    unpack_codes,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static32
 
 _GROUP = 32
-_ROWS = 16
-
-
-@cache
-def _byte_values(dtype: torch.dtype) -> torch.Tensor:
-    """The two signed codes of every byte, low nibble first, ``[256, 2]``."""
-    byte = torch.arange(256)
-    nibbles = torch.stack([byte & 15, byte >> 4], dim=-1)
-    return ((nibbles ^ 8) - 8).to(dtype)
 
 
 def expand_int4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values of one expert's weights in AITER's layout (see `mxfp4_int4.layouts`).
 
     Args:
-        codes: ``[N, K / 2]`` uint8. Of each 16 rows: group of 32, half of it, row, two runs of 8
-            values along K; a run v0..v7 is the four bytes ``v0|v4<<4 .. v3|v7<<4``.
+        codes: ``[N, K / 2]`` uint8, two signed codes a byte.
         scales: ``N * K / 32`` bfloat16 in the order ``[K / 64, N, 2]``.
-        dtype: of the result. float32 holds every value exactly; bfloat16 and float16 round each
-            product of code and scale once, as the kernel does.
+        dtype: of the result. float32 holds every value exactly; bfloat16 rounds each product of
+            code and scale once, as the kernel does; float16 also rounds the scale.
 
     Returns:
         ``[N, K]``.
 
     """
-    rows, groups = codes.shape[0], 2 * codes.shape[1] // _GROUP
-    runs = _byte_values(dtype)[codes.int()].view(rows // _ROWS, groups, 2, _ROWS, 2, 4, 2)
-    # tile, group, half, row, run, byte, nibble -> tile, row, group, half, run, nibble, byte
-    values = runs.permute(0, 3, 1, 2, 4, 6, 5).reshape(rows, groups, _GROUP)
-    by_row = scales.view(groups // 2, rows, 2).permute(1, 0, 2).reshape(rows, groups, 1)
-    return (values * by_row.to(dtype)).flatten(1)
+    shape = (1, codes.shape[0], 2 * codes.shape[1])
+    values = unpack_codes(codes, "aiter", shape).to(dtype).unflatten(-1, (-1, _GROUP))
+    by_row = gather_scales(scales, "aiter", shape).to(dtype)
+    return (values * by_row.unsqueeze(-1)).flatten(2)[0]
 
 
 class CPUSituInt4Experts(CPUSituExperts):
