@@ -68,23 +68,24 @@ def random_experts(
 
 
 class Clock:
-    """Times a call on a device, synchronized on both sides."""
+    """Times a call on a device, synchronized on both sides: (seconds, CPU seconds of all threads).
+    On a machine that others use as well, the second is the one to compare."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
 
-    def __call__(self, call: Callable[[], object]) -> float:
+    def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
         if not self.cuda:
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             call()
-            return time.perf_counter() - start
+            return time.perf_counter() - start, time.process_time() - busy
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
         call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3, 0.0
 
 
 def peak_extra(call: Callable[[], object], device: str) -> int:
@@ -179,24 +180,25 @@ def run_shape(
         variants[f"{rule} in place"] = convert(rule, True)
     if args.layout == "aiter":
         variants["recipe"] = lambda: convert_step_by_step(weight, scale)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for index in range(args.rounds + 1):
         for variant, call in variants.items():
             if variant == "recipe" and index > args.recipe_rounds:
                 continue
             if "in place" in variant:
                 spare.copy_(weight)
-            seconds = clock(call)
+            taken = clock(call)
             if index:
-                times[variant].append(seconds)
+                times[variant].append(taken)
     rows = {}
-    copy = statistics.median(times["copy"])
+    copy = statistics.median(wall for wall, _ in times["copy"])
     for variant, call in variants.items():
         spare.copy_(weight)
-        low, middle, high = statistics.quantiles(times[variant] * 2, n=4)
+        low, middle, high = statistics.quantiles([wall for wall, _ in times[variant]] * 2, n=4)
         rows[variant] = {
             "seconds": middle,
             "quartiles": [low, high],
+            "cpu_seconds": statistics.median(busy for _, busy in times[variant]),
             "times_copy": middle / copy,
             "gigabytes_per_second": weight.numel() / middle / 1e9,
             "extra_bytes": peak_extra(call, args.device) if variant != "copy" else 0,
@@ -211,6 +213,7 @@ def run_shape(
             f"  {variant:16} {row['seconds'] * 1e3:9.3f} ms ({low * 1e3:.3f}..{high * 1e3:.3f})  "
             f"{row['times_copy']:7.2f} x copy  {row['gigabytes_per_second']:8.3f} GB/s  "
             f"extra {row['extra_bytes'] / 2**20:.0f} MiB"
+            + ("" if args.device == "cuda" else f"  CPU {row['cpu_seconds'] * 1e3:.1f} ms")
         )
     return {"shape": list(shape), "packed_bytes": weight.numel(), "variants": rows}
 
@@ -253,14 +256,21 @@ def main() -> None:
     results = {}
     for group in args.shapes:
         total: dict[str, float] = {}
+        busy: dict[str, float] = {}
         for name, (e, n, k) in SHAPES[group].items():
             result = run_shape(f"{group} {name}", (min(e, experts or e), n, k), args)
             results[f"{group} {name}"] = result
             for variant, row in result["variants"].items():  # type: ignore[attr-defined]
                 total[variant] = total.get(variant, 0.0) + row["seconds"]
+                busy[variant] = busy.get(variant, 0.0) + row["cpu_seconds"]
         print(f"{group}, both together:")
         for variant, seconds in total.items():
-            print(f"  {variant:16} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy")
+            line = f"  {variant:16} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
+            if "recipe" in total:
+                line += f"  recipe / this {total['recipe'] / seconds:6.1f}"
+            if args.device == "cpu" and busy.get("recipe") and busy[variant]:
+                line += f", in CPU time {busy['recipe'] / busy[variant]:6.1f}"
+            print(line)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
 

@@ -213,16 +213,21 @@ def convert_slab(
             raise
 
 
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # a thread's first question takes the count from the process, once
+
+
 class _Workers(ThreadPoolExecutor):
     """Threads whose torch operations do not start threads of their own.
 
-    torch keeps OpenMP's thread count per calling thread, but hands new threads and MKL the value
-    set last, so the caller's is set again once every worker has started.
+    torch keeps OpenMP's thread count per calling thread, but MKL's and that of threads yet to
+    start is the one set last, so the caller's is set again once every worker has its own.
     """
 
     def __init__(self, threads: int) -> None:
         outer = torch.get_num_threads()
-        super().__init__(threads, initializer=torch.set_num_threads, initargs=(1,))
+        super().__init__(threads, initializer=_use_one_thread)
         ready = Barrier(threads + 1)
         try:
             for _ in range(threads):

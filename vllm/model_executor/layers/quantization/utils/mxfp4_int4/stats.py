@@ -20,7 +20,9 @@ BYTES = 256
 # stores 146/1024 half units for a group whose largest code is 0.5).
 FRACTION_BITS = 10
 _NONE = (0,) * BYTES
-PIECE = {"cpu": 4096, "cuda": 65536}  # groups compared at a time
+# Groups compared at a time. On a CPU so few that torch uses one thread for an operation: many small
+# parallel ones take far longer where other work has the cores.
+PIECE = {"cpu": 1024, "cuda": 65536}
 
 
 def _per_byte(what: str) -> tuple[int, ...]:
