@@ -150,12 +150,15 @@ def _as_on_rocm(stack: ExitStack, layout: Layout) -> None:
 
 
 @contextmanager
-def rank_model(folder: Path, layout: Layout) -> Iterator[tuple[nn.Module, VllmConfig]]:
+def rank_model(
+    folder: Path, layout: Layout, device: str = "meta"
+) -> Iterator[tuple[nn.Module, VllmConfig]]:
     """Build the text model of one rank; within the context its loaders can be run.
 
     Args:
         folder: Holds config.json; weights are not looked at.
         layout: The rank and its layout.
+        device: Where parameters lie; anything but "meta" takes their memory.
 
     Raises:
         ValueError: vLLM refuses the layout for this model.
@@ -173,7 +176,7 @@ def rank_model(folder: Path, layout: Layout) -> Iterator[tuple[nn.Module, VllmCo
             )
         )
         loader = get_model_loader(config.load_config)
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
             model = loader.create_model(vllm_config=config, model_config=config.model_config)
         yield model, config
 
