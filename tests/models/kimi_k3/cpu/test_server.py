@@ -4,6 +4,7 @@
 
 import asyncio
 import math
+import re
 import time
 from dataclasses import dataclass
 
@@ -73,6 +74,14 @@ def prompts(count: int) -> list[list[int]]:
     g = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 121, (count,), generator=g).tolist()
     return [torch.randint(0, 500, (n,), generator=g).tolist() for n in lengths]
+
+
+def test_the_overlay_is_in_every_process(server):
+    """vLLM's own plugin loading brings it to the front end, the engine core and the workers, each
+    of which says so once. That the model was found at all shows it in the registry's inspection."""
+    lines = [line for line in server.log.read_text().splitlines() if " over vLLM " in line]
+    processes = sorted(re.match(r"\((\w+)", line)[1].rstrip("-_0123456789") for line in lines)
+    assert processes == ["APIServer", "EngineCore", "VllmWorker"], lines
 
 
 def test_completion_equals_the_reference(client, folder):
