@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm_overlay import require, stand_down
 
 if not current_platform.is_cpu():
-    stand_down("the platform is not the CPU")
+    stand_down("the platform is not the CPU", expected=True)
 
 require(f"{__name__}:is_fused_kda_decode_supported", uses=("on_gfx942", "on_gfx950"))
 
