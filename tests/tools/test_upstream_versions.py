@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""The KDA tests again, over the Python files of the next supported vLLM release."""
+"""Tests of the ROCm amendments again, over the Python files of the next supported release."""
 
 import os
 import subprocess
@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Runs a kernel, and the kernels here are those of the older release.
 NEEDS_KERNELS = "test_int8_projection"
-SUITES = ("test_kda.py", "test_kda_alignment.py")
+SUITES = (
+    "tests/models/kimi_k3/amd/test_kda.py",
+    "tests/models/kimi_k3/amd/test_kda_alignment.py",
+    "tests/models/kimi_k3/test_gfx942_int4.py",
+    "tests/models/kimi_k3/test_gfx942_int4_scope.py",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +45,12 @@ def run(arguments: list[str], vllm: Path) -> str:
 
 @pytest.mark.network
 @pytest.mark.slow
-def test_kda_loading_on_the_next_release(newer_vllm):
+def test_rocm_amendments_on_the_next_release(newer_vllm):
     version = run(["-c", "import vllm; print(vllm.__version__)"], newer_vllm)
     assert version.split()[-1] == "0.33.0"
-    folder = "tests/models/kimi_k3/amd"
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not {NEEDS_KERNELS}"]
-    output = run([*options, *(f"{folder}/{suite}" for suite in SUITES)], newer_vllm)
-    collected = run([*options, "--collect-only", *(f"{folder}/{s}" for s in SUITES)], newer_vllm)
+    output = run([*options, *SUITES], newer_vllm)
+    collected = run([*options, "--collect-only", *SUITES], newer_vllm)
     count = sum("::" in line for line in collected.splitlines())
     assert count > 150
     assert f"{count} passed" in output
