@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # vLLM takes seconds to import; without its compiled bytecode on disk, many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test quick lint types ledger wheel clean
+.PHONY: help env demo test slow lint types ledger wheel clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -20,11 +20,11 @@ demo: env ## Load a checkpoint, stock beside overlay, and serve one over HTTP.
 	@$(VENV)/bin/python tools/demo_kda_load.py
 	@$(VENV)/bin/python tools/demo_serve.py
 
-test: env ## Run all tests that need no GPU.
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
-
-quick: env ## Run the tests that take no more than seconds each.
+test: env ## Run the tests that take no more than seconds each.
 	@$(VENV)/bin/python -m pytest -m "not slow and not network" $(PYTEST_ARGS)
+
+slow: env ## Run the others: engines, servers, full sizes, downloads.
+	@$(VENV)/bin/python -m pytest -m "slow or network" $(PYTEST_ARGS)
 
 lint: env ## Check style and format.
 	@$(VENV)/bin/ruff check

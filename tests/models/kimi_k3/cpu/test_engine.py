@@ -135,12 +135,14 @@ def staggered(checkpoint, tmp_path_factory):
     return run_jobs(jobs, tmp_path_factory.mktemp("staggered"))
 
 
+@pytest.mark.slow
 def test_staggered_requests_equal_solo_runs(staggered, checkpoint):
     solo, together, _ = staggered
     assert [a.tokens for a in together] == [a.tokens for a in solo]
     compare(checkpoint(), make_prompts(STAGGERED_LENGTHS, seed=1), together)
 
 
+@pytest.mark.slow
 def test_staggered_requests_are_wrong_with_upstreams_zeroing(staggered):
     """The fault that the amendment of the CPU model runner repairs is there without it."""
     solo, _, stock = staggered
