@@ -12,6 +12,7 @@ from vllm_overlay.activation import (
     activate,
     general_plugin,
     is_active,
+    is_switched_off,
     outcomes,
     platform_plugin,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "activate",
     "general_plugin",
     "is_active",
+    "is_switched_off",
     "outcomes",
     "platform_plugin",
     "require",

@@ -45,6 +45,18 @@ _plugins_loaded = False
 _reported = False
 
 
+def is_switched_off() -> bool:
+    """Tell whether the environment switches the overlay off.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}: expected 0 (off) or 1 (on, the default), found {value!r}")
+    return value == "0"
+
+
 def is_active() -> bool:
     """Tell whether the overlay's amendments are in force in this process."""
     return bool(_outcomes)
@@ -72,7 +84,7 @@ def activate(*, amendments: bool = True) -> bool:
         ModuleNotFoundError: No vLLM is installed.
         OverlayMismatchError: A module imported before could not be amended.
     """
-    if amendments and os.environ.get(SWITCH, "1") == "0":
+    if amendments and is_switched_off():
         return False
     tree = _lay()
     if amendments:

@@ -280,3 +280,18 @@ print(elapsed)
 
     # The best of five: the figure is the code's, not that of whatever else the machine is doing.
     assert min(seconds() for _ in range(5)) < 0.05
+
+
+@pytest.mark.parametrize("value", ["maybe", "false", " 0"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(amended, value):
+    process = amended.run(
+        "import vllm_overlay; vllm_overlay.activate()", VLLM_KIMI_K3_OVERLAY=value
+    )
+    assert f"VLLM_KIMI_K3_OVERLAY: expected 0 (off) or 1 (on, the default), found {value!r}" in (
+        process.stderr
+    )
+
+
+def test_an_empty_switch_is_the_default(amended):
+    code = "import vllm_overlay; print(vllm_overlay.activate())"
+    assert amended.output(code, VLLM_KIMI_K3_OVERLAY="") == "True"

@@ -56,13 +56,14 @@ def plan(
     Exit code 1 when the weights do not fit on the GPU that was named.
     """
     from vllm.entrypoints.kimi_k3.rehearsal import planned
+    from vllm.entrypoints.kimi_k3.rehearsal.config import read_config
     from vllm.entrypoints.kimi_k3.rehearsal.report import gpu_memory, print_plan
 
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = read_config(model)
         ranks = planned.Ranks(tp, rank, expert_parallel, fp8=quantization is Linear.FP8)
         found = planned.plan(config, ranks)
-        total = gpu_memory(gpu) if gpu else None
+        total = gpu_memory(gpu) if gpu is not None else None
     except KeyError as error:
         raise typer.BadParameter(
             f"{model}/config.json: expected a Kimi-K3, found no {error}"

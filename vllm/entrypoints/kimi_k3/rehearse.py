@@ -70,6 +70,7 @@ def rehearse(
     vllm_overlay.activate(amendments=not without_overlay)
     from rich.console import Console
 
+    from vllm.entrypoints.kimi_k3.rehearsal.config import read_config
     from vllm.entrypoints.kimi_k3.rehearsal.layout import Layout
     from vllm.entrypoints.kimi_k3.rehearsal.report import gpu_memory, print_load, print_plan
     from vllm.entrypoints.kimi_k3.rehearsal.report import plot as draw
@@ -79,12 +80,17 @@ def rehearse(
     layout = Layout(tp, rank, expert_parallel, quantization, world_hosts)
     progress = Console(stderr=True)
     try:
-        if gpu:
+        if gpu is not None:
             gpu_memory(gpu)
+        read_config(model)
         with progress.status("streaming headers through the loaders"):
             found = run(model, layout, Order(order), seed, indexed=not without_index)
         if plot:
             draw(found, plot)
+    except KeyError as error:
+        raise typer.BadParameter(
+            f"{model}/config.json: expected a Kimi-K3, found no {error}"
+        ) from error
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     except ModuleNotFoundError as error:

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -106,7 +105,7 @@ def collect() -> Status:
         ModuleNotFoundError: No vLLM is installed.
     """
     tree = compare_installed()
-    switched_off = os.environ.get(vllm_overlay.SWITCH, "1") == "0"
+    switched_off = vllm_overlay.is_switched_off()
     amendments = _amendments(tree, switched_off)
     from vllm.platforms import current_platform
 
@@ -148,7 +147,10 @@ def command(
 
     Exit code 1 when an amendment was refused or a module could not be imported.
     """
-    status = collect()
+    try:
+        status = collect()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if as_json:
         print(json.dumps(asdict(status), indent=2))
     else:

@@ -45,7 +45,7 @@ def test_missing_shards_are_named(checkpoint, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(
         (checkpoint / "model.safetensors.index.json").read_text()
     )
-    with pytest.raises(FileNotFoundError, match=f"the index names .*{name}"):
+    with pytest.raises(FileNotFoundError, match=f"{name}.* missing"):
         shards(tmp_path)
 
 
@@ -59,3 +59,26 @@ def test_a_truncated_shard_is_named(tmp_path):
 def test_tensors_hold_no_memory():
     (item,) = tensors(iter([("x", torch.bfloat16, [1 << 20, 1 << 20])]))
     assert item[1].nbytes == 2 << 40
+
+
+def test_names_say_how_many_shards_there_are(checkpoint, tmp_path):
+    """What a checkpoint looks like whose writing was interrupted: no index, no last shard."""
+    for file in shards(checkpoint)[:-1]:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(FileNotFoundError, match=f"{shards(checkpoint)[-1].name} missing"):
+        shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "expected a weight_map"),
+        ("[1]", "expected a JSON object"),
+        ('{"weight_map": {"a": 5}}', "expected names of files beside it"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "expected names of files beside it"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path, content, message):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        shards(tmp_path)

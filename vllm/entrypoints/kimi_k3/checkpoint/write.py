@@ -46,15 +46,19 @@ def write_checkpoint(
 
     """
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: expected a new or empty folder, found files in it")
+        raise FileExistsError(
+            f"{folder}: expected a new or empty folder, found files in it. If they are an "
+            "unfinished checkpoint, delete the folder and run again"
+        )
     parts = split(checkpoint_tensors(spec, seed), shards)
     folder.mkdir(parents=True, exist_ok=True)
+    # First, because it refuses a vocabulary that is too small or too large, and writes nothing.
+    write_tokenizer(folder, spec.vocab_size)
     (folder / "config.json").write_text(json.dumps(spec.config(), indent=2) + "\n")
     if spec.vision is not None:
         (folder / "preprocessor_config.json").write_text(
             json.dumps(spec.preprocessor_config(), indent=2) + "\n"
         )
-    write_tokenizer(folder, spec.vocab_size)
 
     def contents(tensors: tuple[TensorSpec, ...]) -> Iterator[torch.Tensor]:
         scales: dict[str, torch.Tensor] = {}

@@ -7,7 +7,6 @@ process stands at one rank of the layout without the others, and neither a GPU n
 what asks for them is answered for the length of the context.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.simulated import simulated_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.kimi_k3.rehearsal.config import read_config
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.models import ModelRegistry
@@ -183,6 +183,6 @@ def rank_model(
 
 def kda_layers(folder: Path) -> frozenset[int]:
     """Return the indices (from 0) of the layers with KDA, from config.json."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     text = config.get("text_config", config)
     return frozenset(index - 1 for index in text["linear_attn_config"]["kda_layers"])

@@ -20,6 +20,7 @@ from vllm.entrypoints.kimi_k3.rehearsal.components import (
     MemoryPlan,
     summed,
 )
+from vllm.entrypoints.kimi_k3.rehearsal.config import check_config
 
 BF16, F32, U8 = 2, 4, 1
 # vLLM's model classes for ROCm: alignment rows of the merged KDA projection, least slice of an
@@ -80,6 +81,7 @@ def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
 
 
 def _check(text: dict[str, Any], ranks: Ranks) -> None:
+    check_config(text)
     tp = ranks.tensor_parallel_size
     problems = []
     if not 0 <= ranks.rank < tp:

@@ -5,14 +5,16 @@
 Opens every shard and reads no tensor. Names, dtypes and shapes are the file's own.
 """
 
-import json
 import random
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from vllm.entrypoints.kimi_k3.rehearsal.config import read_json
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -45,19 +47,38 @@ def shards(folder: Path) -> list[Path]:
     """Return a checkpoint's shards in the order in which vLLM reads them.
 
     Raises:
-        FileNotFoundError: There are none, or the index names one that does not exist.
+        FileNotFoundError: There are none, or one is missing: the index names it, or, without an
+            index, the other names say how many there are.
+        ValueError: The index is none.
     """
     index = folder / INDEX_NAME
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
+        names = _indexed(index)
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        names = {file.name for file in folder.glob("*.safetensors")}
+        for numbered in [re.fullmatch(r"(.*-)\d+(-of-(\d+)\.safetensors)", n) for n in names]:
+            if numbered:
+                prefix, suffix, count = numbered.groups()
+                width = len(count)
+                names |= {f"{prefix}{n:0{width}}{suffix}" for n in range(1, int(count) + 1)}
+    files = [folder / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        what = f"the index names {', '.join(missing[:5])}" if missing else "found none"
+        what = f"{', '.join(missing[:5])} missing" if missing else "found none"
         raise FileNotFoundError(f"{folder}: expected a checkpoint's safetensors shards, {what}")
     return files
+
+
+def _indexed(index: Path) -> set[str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{index}: expected a weight_map of tensors to shards, found {weight_map!r}"
+        )
+    outside = [n for n in weight_map.values() if not isinstance(n, str) or Path(n).name != n]
+    if outside:
+        raise ValueError(f"{index}: expected names of files beside it, found {outside[0]!r}")
+    return set(weight_map.values())
 
 
 def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator[Header]:

@@ -15,7 +15,12 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.account import LoadAccount
 from vllm.model_executor.model_loader.reload.sources import sources_in
-from vllm.model_executor.model_loader.reload.summary import Delay, LoadSummary, requested_folder
+from vllm.model_executor.model_loader.reload.summary import (
+    Delay,
+    LoadSummary,
+    prepare_folder,
+    requested_folder,
+)
 from vllm_overlay import require
 
 get_layerwise_info = require("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info")
@@ -33,7 +38,10 @@ def begin(account: LoadAccount | None = None) -> LoadAccount:
         account: The account to keep; a new one with the environment's settings if None.
     """
     global _current
-    _current = account or LoadAccount(keep_history=requested_folder() is not None)
+    folder = requested_folder()
+    if folder is not None:
+        prepare_folder(folder)
+    _current = account or LoadAccount(keep_history=folder is not None)
     return _current
 
 
@@ -95,7 +103,11 @@ def finalize(process: Callable[..., None], model: nn.Module, model_config: Any) 
     if _last.wrapped:
         logger.info(_last.line())
         if folder := requested_folder():
-            logger.info("The account was written to %s", _last.write(folder))
+            try:
+                logger.info("The account was written to %s", _last.write(folder))
+            except OSError as error:
+                # The model is loaded; a record that cannot be written is no reason to lose it.
+                logger.warning("The account could not be written to %s: %s", folder, error)
 
 
 def watch(weights: Iterable[Any]) -> Iterator[Any]:

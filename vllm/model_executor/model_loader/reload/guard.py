@@ -109,7 +109,7 @@ def budget_for(device: torch.device) -> Budget | None:
             limit = float(text)
         except ValueError:
             limit = -1
-        if not 0 <= limit < float("inf"):
+        if not 0 <= limit < 2**40:
             raise ValueError(
                 f"{BUDGET_VARIABLE}: expected a number of GiB, 0 for no limit, found {text!r}"
             )

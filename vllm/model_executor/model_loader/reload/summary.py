@@ -141,11 +141,26 @@ class LoadSummary:
 
     def write(self, folder: Path) -> Path:
         """Write the record to a file of its own in `folder` and return its path."""
-        folder.mkdir(parents=True, exist_ok=True)
         taken = len(list(folder.glob(f"load-rank{self.rank}-*.json")))
         file = folder / f"load-rank{self.rank}-{taken}.json"
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return file
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder for records before a load begins, not after it.
+
+    Raises:
+        ValueError: It cannot be made or written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{RECORD_VARIABLE}: expected a folder to write records into, found {error}"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{RECORD_VARIABLE}: expected a writable folder, found {folder}")
 
 
 def requested_folder() -> Path | None:

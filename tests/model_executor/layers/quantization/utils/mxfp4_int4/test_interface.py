@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """What `convert_experts` accepts and refuses, what it shares and what it leaves alone."""
 
+import numpy
 import pytest
 import torch
 
@@ -323,3 +324,14 @@ def test_dequantize_mxfp4_nan_and_the_ends():
         assert single[0, 0, 0] == low
     assert single[0, 0, 1] == float("inf")
     assert dequantize_mxfp4(weight, torch.full((1, 1, 1), 255, dtype=torch.uint8)).isnan().all()
+
+
+def test_in_place_over_one_buffer_seen_through_two_storages():
+    """Two tensors over one numpy array have storages of their own, yet share bytes."""
+    buffer = numpy.full(8192, 120, dtype=numpy.uint8)
+    weight = torch.from_numpy(buffer[:4096]).view(2, 32, 64)
+    scale = torch.from_numpy(buffer[64:320]).view(2, 32, 4)
+    with pytest.raises(ConversionInputError, match="share memory"):
+        convert_experts(weight, scale, layout="aiter", in_place=True)
+    apart = torch.from_numpy(buffer[4096:4352]).view(2, 32, 4)
+    convert_experts(weight, apart, layout="aiter", in_place=True)

@@ -130,17 +130,18 @@ def check_in_place(weight: torch.Tensor, scale: torch.Tensor, layout: str) -> No
                 f"must lie in runs of four; received strides {list(weight.stride())} at offset "
                 f"{weight.storage_offset()}; pass weight.contiguous() or in_place=False"
             )
-    same = weight.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
-    if same and not _disjoint(weight, scale):
+    # By address: two storages can lie over one buffer.
+    if weight.device == scale.device and not _disjoint(weight, scale):
         raise ConversionInputError(
-            "in_place: weight and scale share memory, and the weight's bytes are overwritten while "
-            "the scales are still read; pass separate tensors or in_place=False"
+            "in_place: weight and scale share memory or lie interleaved in it, and the weight's "
+            "bytes are overwritten while the scales are still read; pass tensors that lie apart or "
+            "in_place=False"
         )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum(s * (size - 1) for s, size in zip(tensor.stride(), tensor.shape, strict=True))
-    start = int(tensor.storage_offset())
+    start = tensor.data_ptr()
     return start, start + int(reach) + 1
 
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Reads a checkpoint's config.json and refuses one that no Kimi-K3 has. Imports neither torch nor
+vLLM, and computes nothing from the sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_POSITIVE = (
+    "first_k_dense_replace",
+    "hidden_size",
+    "intermediate_size",
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_token",
+    "num_hidden_layers",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "routed_expert_hidden_size",
+    "v_head_dim",
+    "vocab_size",
+)
+# Far beyond any model; a size above it is a mistake, not a plan.
+_LARGEST = 2**31
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds something else.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, found {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json, checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no Kimi-K3's; every fault is named.
+    """
+    config = read_json(folder / "config.json")
+    try:
+        check_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    return config
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Refuse a configuration whose parts or sizes no Kimi-K3 can have.
+
+    Raises:
+        ValueError: Names every fault.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config: expected an object, found {text!r}")
+    problems = [
+        f"{name}: expected an object, found {part!r}"
+        for name, part in (
+            ("linear_attn_config", text.get("linear_attn_config")),
+            ("quantization_config", text.get("quantization_config", {})),
+            ("vision_config", config.get("vision_config") or {}),
+        )
+        if not isinstance(part, dict)
+    ]
+    problems += [
+        f"{name}: expected a whole number from 1 to {_LARGEST}, found {text[name]!r}"
+        for name in _POSITIVE
+        if text.get(name, 1) is not None or name in ("num_experts", "first_k_dense_replace")
+        if not _is_size(text.get(name, 1), 0 if name == "first_k_dense_replace" else 1)
+    ]
+    if problems:
+        raise ValueError("expected a Kimi-K3: " + "; ".join(problems))
+    layers, kda = text.get("num_hidden_layers", 0), text["linear_attn_config"].get("kda_layers", [])
+    if not isinstance(kda, list) or not all(_is_size(n, 1) and n <= layers for n in kda):
+        raise ValueError(
+            f"expected a Kimi-K3: kda_layers: expected a list of layers from 1 to {layers}, found "
+            f"{kda!r}"
+        )
+
+
+def _is_size(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
