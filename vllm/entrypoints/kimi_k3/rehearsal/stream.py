@@ -56,10 +56,10 @@ def shards(folder: Path) -> list[Path]:
         names = _indexed(index)
     else:
         names = {file.name for file in folder.glob("*.safetensors")}
-        for numbered in [re.fullmatch(r"(.*-)\d+(-of-(\d+)\.safetensors)", n) for n in names]:
+        for numbered in [re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.safetensors)", n) for n in names]:
             if numbered:
-                prefix, suffix, count = numbered.groups()
-                width = len(count)
+                prefix, position, suffix, count = numbered.groups()
+                width = len(position)
                 names |= {f"{prefix}{n:0{width}}{suffix}" for n in range(1, int(count) + 1)}
     files = [folder / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
