@@ -63,13 +63,16 @@ class IndexedMapping(list[Entry]):
             self._build()
         if not self._prefix:
             return []
-        found: set[int] = set()
         start = name.find(self._prefix)
+        if start < 0:
+            return []
+        known, found = self._positions, []
         while start >= 0:
             for length in self._lengths:
-                found.update(self._positions.get(name[start : start + length], ()))
+                if positions := known.get(name[start : start + length]):
+                    found += positions
             start = name.find(self._prefix, start + 1)
-        return sorted(found)
+        return sorted(set(found)) if len(found) > 1 else found
 
     def _build(self) -> None:
         self._positions = {}

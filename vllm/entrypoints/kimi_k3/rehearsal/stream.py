@@ -75,10 +75,12 @@ def _indexed(index: Path) -> set[str]:
         raise ValueError(
             f"{index}: expected a weight_map of tensors to shards, found {weight_map!r}"
         )
-    outside = [n for n in weight_map.values() if not isinstance(n, str) or Path(n).name != n]
+    names = set(map(str, weight_map.values()))
+    outside = [n for n in weight_map.values() if not isinstance(n, str)]
+    outside += [n for n in names if Path(n).name != n]
     if outside:
         raise ValueError(f"{index}: expected names of files beside it, found {outside[0]!r}")
-    return set(weight_map.values())
+    return names
 
 
 def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator[Header]:
