@@ -9,6 +9,7 @@ import json
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
@@ -47,8 +48,37 @@ class Entry:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One shard's header.
+
+    Attributes:
+        entries: Tensor -> dtype and shape, in the order of their bytes.
+        spans: Tensor -> first byte and the byte after the last one, counted from the file's start.
+        metadata: The free text that a writer left, often ``{"format": "pt"}``.
+        size: Bytes of the whole file.
+        digest: SHA-256 of the header as it stands in the file.
+    """
+
+    entries: dict[str, Entry]
+    spans: dict[str, tuple[int, int]]
+    metadata: dict[str, str]
+    size: int
+    digest: str
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """Tensors of one shard.
+
+    Raises:
+        HeaderError: the file is truncated, too long, or no safetensors file.
+
+    """
+    return read_full_header(file).entries
+
+
+def read_full_header(file: Path) -> Header:
+    """Everything that one shard says about itself.
 
     Raises:
         HeaderError: the file is truncated, too long, or no safetensors file.
@@ -65,26 +95,54 @@ def read_header(file: Path) -> dict[str, Entry]:
         text = shard.read(length)
     try:
         pairs = json.loads(text, object_pairs_hook=unique_pairs)
-        pairs.pop("__metadata__", None)
+        metadata = pairs.pop("__metadata__", None) or {}
+        pairs = dict(sorted(pairs.items(), key=lambda pair: tuple(pair[1]["data_offsets"])))
         entries = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in pairs.items()}
-        spans = sorted(tuple(e["data_offsets"]) for e in pairs.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        spans = {name: tuple(e["data_offsets"]) for name, e in pairs.items()}
+        _check_kinds(metadata, entries, spans)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HeaderError(f"its header is no safetensors header: {error}") from error
     end = 0
-    for start, stop in spans:
-        if start != end:
+    for start, stop in spans.values():
+        if start != end or stop < start:
             raise HeaderError(f"its tensors leave a gap or overlap at byte {end:,} of the data")
         end = stop
     for name, entry in entries.items():
         bits = ELEMENT_BYTES.get(entry.dtype)
-        start, stop = pairs[name]["data_offsets"]
+        start, stop = spans[name]
         if bits is not None and stop - start != prod(entry.shape) * bits:
             raise HeaderError(f"{name}: {stop - start:,} bytes are not {entry.dtype} {entry.shape}")
-    needed = 8 + length + end
-    if size != needed:
-        state = "truncated" if size < needed else "followed by foreign bytes"
-        raise HeaderError(f"expected {needed:,} bytes by its header, found {size:,}: {state}")
-    return entries
+    first = 8 + length
+    if size != first + end:
+        state = "truncated" if size < first + end else "followed by foreign bytes"
+        raise HeaderError(f"expected {first + end:,} bytes by its header, found {size:,}: {state}")
+    return Header(
+        entries,
+        {name: (first + start, first + stop) for name, (start, stop) in spans.items()},
+        metadata,
+        size,
+        sha256(prefix + text).hexdigest(),
+    )
+
+
+def _check_kinds(
+    metadata: object, entries: dict[str, Entry], spans: dict[str, tuple[int, ...]]
+) -> None:
+    """Refuse JSON of the wrong kinds, which would otherwise compare and add up somehow.
+
+    Raises:
+        ValueError: names the first one.
+
+    """
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__: expected text by name")
+    for name, entry in entries.items():
+        numbers = (*entry.shape, *spans[name])
+        if not isinstance(entry.dtype, str) or len(spans[name]) != 2:
+            raise ValueError(f"{name}: expected a dtype, a shape and two offsets")
+        # `type`, because JSON's true is an int to Python.
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{name}: expected whole numbers of 0 or more as shape and offsets")
 
 
 def unique_pairs(pairs: list[tuple[str, object]]) -> dict:

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""MXFP4 checkpoints rewritten once, offline, as compressed-tensors int4 checkpoints.
+
+`source` reads and judges headers, `quantization` rewrites config.json, `layout` says what a result
+shard holds, `shard` writes one, `run` drives it all, and `manifest` is the record that stays. None
+of them imports torch before a shard is converted, and none imports the engine.
+"""
+
+from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, Manifest
+from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions
+from vllm.entrypoints.kimi_k3.conversion.run import convert_checkpoint
+
+__all__ = [
+    "MANIFEST_NAME",
+    "ConversionFailed",
+    "ConvertOptions",
+    "Manifest",
+    "convert_checkpoint",
+]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Rows of MXFP4 bytes to rows of int4 bytes. The only module of this package that uses torch."""
+
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_PACKAGE = "vllm.model_executor.layers.quantization.utils.mxfp4_int4"
+
+
+def load_package() -> ModuleType:
+    """The conversion, from its file and under its own name.
+
+    To import it by that name would run the package files of vLLM above it, which take seconds and
+    hundreds of MB in every worker.
+    """
+    if _PACKAGE in sys.modules:
+        return sys.modules[_PACKAGE]
+    # .../vllm/entrypoints/kimi_k3/conversion/kernel.py
+    root = Path(__file__).resolve().parents[4]
+    folder = root.joinpath(*_PACKAGE.split("."))
+    spec = importlib.util.spec_from_file_location(
+        _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder}: expected the conversion package there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_PACKAGE] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_PACKAGE]
+        raise
+    return module
+
+
+def convert_rows(
+    codes: bytearray, scales: bytearray, rows: int, scale_rule: str, device: str
+) -> tuple[memoryview, memoryview]:
+    """Convert whole rows of one matrix.
+
+    Args:
+        codes: MXFP4 codes, `[rows, K/2]` bytes.
+        scales: e8m0 bytes, `[rows, K/32]`.
+        rows: How many.
+        scale_rule: "mse" or "absmax".
+        device: "cpu" or "cuda".
+
+    Returns:
+        int32 `[rows, K/8]` and bfloat16 `[rows, K/32]`, as bytes.
+
+    Raises:
+        ConversionInputError: A value that int4 cannot hold (a ValueError).
+    """
+    import torch
+
+    package = load_package()
+    if not codes:
+        return memoryview(b""), memoryview(b"")
+    out = package.convert_experts(
+        torch.frombuffer(codes, dtype=torch.uint8).view(1, rows, -1).to(device),
+        torch.frombuffer(scales, dtype=torch.uint8).view(1, rows, -1).to(device),
+        layout="pack_quantized",
+        scale_rule=scale_rule,
+    )
+    return _bytes(out.weight), _bytes(out.scale)
+
+
+def shape_bytes(rows: int, columns: int) -> bytes:
+    """`weight_shape` as compressed-tensors writes it: int64 `[N, K]`."""
+    return struct.pack("<2q", rows, columns)
+
+
+def _bytes(tensor: "torch.Tensor") -> memoryview:
+    import torch
+
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
