@@ -4,7 +4,9 @@
 
 import typer
 
+from vllm.entrypoints.kimi_k3.doctor import doctor
 from vllm.entrypoints.kimi_k3.make_checkpoint import make_checkpoint
+from vllm.entrypoints.kimi_k3.output import run
 from vllm.entrypoints.kimi_k3.plan import plan
 from vllm.entrypoints.kimi_k3.rehearse import rehearse
 from vllm.entrypoints.kimi_k3.status import command as status
@@ -13,8 +15,10 @@ app = typer.Typer(
     name="kimi-k3",
     help="Kimi-K3 on AMD GPUs: what the overlay does to the installed vLLM, and tools around it.",
     no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("doctor")(doctor)
 app.command("make-checkpoint")(make_checkpoint)
 app.command("plan")(plan)
 app.command("rehearse")(rehearse)
@@ -29,4 +33,4 @@ def _group() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name="kimi-k3")
+    run(lambda: app(prog_name="kimi-k3"))

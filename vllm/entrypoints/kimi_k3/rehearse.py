@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import vllm_overlay
+from vllm.entrypoints.kimi_k3.output import quiet_vllm
 from vllm.entrypoints.kimi_k3.plan import (
     DEFAULT_UTILIZATION,
     AsJson,
@@ -66,7 +67,7 @@ def rehearse(
     # Before vLLM is imported: its plugins would lay the overlay over it, and it logs a great deal.
     if without_overlay:
         os.environ[vllm_overlay.SWITCH] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_vllm()
     vllm_overlay.activate(amendments=not without_overlay)
     from rich.console import Console
 

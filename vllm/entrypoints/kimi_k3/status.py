@@ -12,10 +12,16 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 import vllm_overlay
+from vllm.entrypoints.kimi_k3.output import quiet_vllm
 from vllm_overlay.tree import SUPPORTED, Tree, compare_installed, is_tested, upstream_version
+
+# Outcomes that keep vLLM from working as it should.
+UNHEALTHY = frozenset({"refused", "not importable", "waiting"})
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Status:
     @property
     def healthy(self) -> bool:
         """Whether no amendment was refused and no amended module failed to import."""
-        return all(row.outcome in ("amended", "stood down", "off") for row in self.amendments)
+        return all(row.outcome not in UNHEALTHY for row in self.amendments)
 
 
 def _version(*distributions: str, module: str | None = None) -> str:
@@ -126,15 +132,25 @@ def collect() -> Status:
 
 
 def _print(status: Status, console: Console) -> None:
-    table = Table(box=box.SIMPLE, title="Amended modules", title_justify="left")
-    for column in ("module", "outcome", "why"):
-        table.add_column(column, overflow="fold")
-    for row in status.amendments:
-        table.add_row(row.module, row.outcome, row.why)
-    console.print(table)
+    """Print the amendments under their outcomes, those that went wrong last, and what was found."""
+    console.print(Text("Amended modules, by outcome", "bold"))
+    outcomes = dict.fromkeys(row.outcome for row in status.amendments)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome in UNHEALTHY):
+        rows = [row for row in status.amendments if row.outcome == outcome]
+        style = "bold red" if outcome in UNHEALTHY else "bold green"
+        console.print()
+        console.print(Text(f"{outcome}: {len(rows)}", style))
+        # A reason that all share (the overlay is off) is given once.
+        shared = rows[0].why if len({row.why for row in rows}) == 1 else None
+        for row in rows:
+            console.print(Padding(Text(row.module), (0, 0, 0, 2)))
+            if shared is None:
+                console.print(Padding(Text(row.why, "dim"), (0, 0, 0, 6)))
+        if shared is not None:
+            console.print(Padding(Text(shared, "dim"), (0, 0, 0, 6)))
     found = Table(box=box.SIMPLE, title="Found", title_justify="left", show_header=False)
     for name, value in status.versions.items():
-        found.add_row(name, value)
+        found.add_row(name, Text(value))
     found.add_row("platform", status.platform)
     found.add_row("GPU architecture", status.architecture)
     console.print(found)
@@ -147,6 +163,7 @@ def command(
 
     Exit code 1 when an amendment was refused or a module could not be imported.
     """
+    quiet_vllm()
     try:
         status = collect()
     except ValueError as error:

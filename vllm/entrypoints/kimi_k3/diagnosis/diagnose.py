@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""One diagnosis: the machine, vLLM and the overlay, the environment, and a model if one is named.
+
+Every probe that breaks becomes a row of its own; the others go on.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from vllm.entrypoints.kimi_k3.diagnosis import checkpoint, environment, experts, memory
+from vllm.entrypoints.kimi_k3.diagnosis import machine as machines
+from vllm.entrypoints.kimi_k3.diagnosis.findings import Diagnosis, Finding, Level, probed
+from vllm.entrypoints.kimi_k3.diagnosis.machine import Kind, Machine
+from vllm.entrypoints.kimi_k3.rehearsal import planned
+
+VLLM = "vLLM"
+_READERS = ("auto", "safetensors")
+_FAST = "fastsafetensors"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How the model is to be served.
+
+    Attributes:
+        ranks: Tensor-parallel ranks; None takes every GPU, or one rank on a CPU.
+        expert_parallel: Whether whole experts are spread over the ranks.
+        utilization: Share of memory that vLLM may use.
+        load_format: vLLM's ``--load-format``.
+    """
+
+    ranks: int | None = None
+    expert_parallel: bool = False
+    utilization: float = 0.92
+    load_format: str = "auto"
+
+
+def diagnose(model: str | None, wish: Wish, environ: Mapping[str, str] = os.environ) -> Diagnosis:
+    """Look at everything that decides whether Kimi-K3 can be served here.
+
+    Args:
+        model: A folder or a hub id in the local cache; None looks at the machine alone.
+        wish: How it is to be served.
+        environ: The environment to judge.
+
+    Raises:
+        NoSuchModelError: The model is neither.
+    """
+    named = checkpoint.locate(model) if model is not None else None
+    findings: list[Finding] = []
+    found = Machine(Kind.OTHER, "unknown")
+
+    def look_at_machine() -> Iterator[Finding]:
+        nonlocal found
+        found = machines.look()
+        yield from machines.describe(found)
+
+    findings += probed(machines.AREA, "platform", look_at_machine)
+    findings += probed(VLLM, "overlay", _overlay)
+    ranks = wish.ranks or max(1, found.gpus)
+    findings += probed(
+        environment.AREA, "variables", lambda: environment.judge(environ, found, ranks)
+    )
+    arguments: list[str] = []
+    if named is not None:
+        findings += _model(named, wish, ranks, found, environ, arguments)
+    diagnosis = Diagnosis(model, tuple(findings))
+    if named is None or not diagnosis.ready:
+        return diagnosis
+    return Diagnosis(model, tuple(findings), _command(named.name, wish, ranks, arguments))
+
+
+def _overlay() -> Iterator[Finding]:
+    """Versions, and what became of each amendment in this process."""
+    from vllm.entrypoints.kimi_k3 import status
+
+    found = status.collect()
+    tested = Level.NOTE if "outside" in found.versions["vllm"] else Level.OK
+    yield Finding(VLLM, "version", tested, found.versions["vllm"])
+    refused = [row for row in found.amendments if row.outcome in status.UNHEALTHY]
+    for row in refused:
+        yield Finding(VLLM, row.module, Level.PROBLEM, f"{row.outcome}: {row.why}")
+    if refused or found.switched_off:
+        return
+    counts = {
+        outcome: sum(row.outcome == outcome for row in found.amendments)
+        for outcome in dict.fromkeys(row.outcome for row in found.amendments)
+    }
+    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    yield Finding(VLLM, "amendments", Level.OK, text)
+
+
+def _model(
+    named: checkpoint.Model,
+    wish: Wish,
+    ranks: int,
+    found: Machine,
+    environ: Mapping[str, str],
+    arguments: list[str],
+) -> Iterator[Finding]:
+    """Judge a model on the machine that was found; adds what `vllm serve` needs to `arguments`."""
+    config: dict[str, Any] | None = None
+    stored: experts.Format | None = None
+
+    def look_at_files() -> Iterator[Finding]:
+        nonlocal config, stored
+        config, stored, rows = checkpoint.look(named)
+        yield from rows
+
+    yield from probed(checkpoint.AREA, "files", look_at_files)
+    yield from probed(checkpoint.AREA, "load format", lambda: _load_format(wish.load_format, found))
+    if found.kind is Kind.OTHER or config is None or stored is None:
+        return
+    way = experts.way(found, stored)
+    arguments += way.arguments
+    yield way.finding
+    text = config.get("text_config", config)
+    if found.kind is Kind.CPU:
+        yield from probed(experts.AREA, "sizes", partial(_sizes_on_cpu, text, ranks, wish))
+    share: list[float] = []
+    judged = partial(_memory, config, wish, ranks, found, environ, way.converts, share)
+    yield from probed(memory.AREA, "plan", judged)
+    if share:
+        arguments += ["--gpu-memory-utilization", f"{share[0]:.2f}"]
+
+
+def _load_format(name: str, found: Machine) -> Iterator[Finding]:
+    if name in _READERS:
+        yield Finding(checkpoint.AREA, "load format", Level.OK, name)
+    elif name == _FAST and find_spec(_FAST) is None:
+        text = f"{name}: the package of that name is not installed. pip install {_FAST}"
+        yield Finding(checkpoint.AREA, "load format", Level.PROBLEM, text)
+    elif name == _FAST:
+        where = " into host memory" if found.kind is Kind.CPU else ""
+        yield Finding(checkpoint.AREA, "load format", Level.OK, f"{name}{where}")
+    else:
+        text = f"{name}: nothing here has tried it with Kimi-K3"
+        yield Finding(checkpoint.AREA, "load format", Level.WARNING, text)
+
+
+def _sizes_on_cpu(text: Mapping[str, Any], ranks: int, wish: Wish) -> Iterator[Finding]:
+    from vllm.models.kimi_k3.cpu.serving import model_problems
+
+    problems = list(model_problems(text, ranks=ranks, expert_parallel=wish.expert_parallel))
+    for problem in problems:
+        yield Finding(experts.AREA, "sizes", Level.PROBLEM, problem)
+    if not problems:
+        yield Finding(experts.AREA, "sizes", Level.OK, "the CPU's kernels take them")
+
+
+def _memory(
+    config: dict[str, Any],
+    wish: Wish,
+    ranks: int,
+    found: Machine,
+    environ: Mapping[str, str],
+    converts: bool,
+    share: list[float],
+) -> Iterator[Finding]:
+    layout = planned.Ranks(ranks, 0, wish.expert_parallel)
+    try:
+        plan = planned.plan(config, layout)
+    except ValueError as error:
+        yield Finding(memory.AREA, "plan", Level.PROBLEM, str(error))
+        return
+    need = plan.worker + (plan.int4_scales + plan.int4_transient if converts else 0)
+    space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    cache = int(space) * 2**30 if space.isdigit() else None
+    yield from memory.judge(found, need, ranks, wish.utilization, cache)
+    tight = [m for m in found.memory[:ranks] if m.free < m.total * wish.utilization]
+    if tight and (found.kind is not Kind.CPU or cache is None):
+        share.append(min(memory.usable_share(m.total, m.free) for m in tight))
+    elif wish.utilization != Wish.utilization:
+        share.append(wish.utilization)
+
+
+def _command(name: str, wish: Wish, ranks: int, arguments: list[str]) -> str:
+    words = ["vllm", "serve", name]
+    if ranks > 1:
+        words += ["--tensor-parallel-size", str(ranks)]
+    if wish.expert_parallel:
+        words.append("--enable-expert-parallel")
+    if wish.load_format != "auto":
+        words += ["--load-format", wish.load_format]
+    return shlex.join(words + arguments)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""What all commands share about what they print: a full disk, a closed pipe, vLLM's own log."""
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+
+def run(command_line: Callable[[], object]) -> None:
+    """Run the command line; end in one line where its output cannot be written.
+
+    A reader that has had enough (``| head``) is no error worth a word. Exit code 1 either way.
+    """
+    try:
+        try:
+            command_line()
+        finally:
+            # What is left in the buffer would fail when the interpreter ends, in a traceback.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        # An error of a file that was opened names it, and is the command's own to explain.
+        if error.filename is not None or error.errno is None:
+            raise
+        _abandon_stdout()
+        if error.errno != errno.EPIPE and sys.stderr is not None:
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _abandon_stdout() -> None:
+    """Let whatever is still buffered go nowhere."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError, AttributeError):
+        sys.stdout = None  # type: ignore[assignment]
+
+
+def quiet_vllm() -> None:
+    """Keep vLLM's log out of a command's output, unless the environment asks for it.
+
+    To be called before vLLM is imported.
+    """
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        # The platform is chosen, and complained about, before vLLM sets up its log.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
