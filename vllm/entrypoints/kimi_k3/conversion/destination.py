@@ -171,7 +171,7 @@ class Destination:
 
     def write(self, name: str, data: bytes, *, hidden: bool = False) -> FileRecord:
         """Write a small file whole."""
-        partial = self.partial(name)
+        partial = self.partial_path(name)
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
@@ -181,7 +181,7 @@ class Destination:
 
     def copy(self, source: Path, name: str) -> FileRecord:
         """Copy a file byte for byte."""
-        partial = self.partial(name)
+        partial = self.partial_path(name)
         digest, count = sha256(), 0
         with source.open("rb") as read, partial.open("xb") as written:
             while piece := read.read(COPY_PIECE):
@@ -193,7 +193,7 @@ class Destination:
         self.place(partial, name)
         return FileRecord(count, digest.hexdigest())
 
-    def partial(self, name: str) -> Path:
+    def partial_path(self, name: str) -> Path:
         """A name that no other run uses, for a file that is not complete."""
         return self.work / f"{Path(name).name}.{token_hex(4)}.partial"
 

@@ -42,7 +42,7 @@ def load_package() -> ModuleType:
 
 
 def convert_rows(
-    codes: bytearray, scales: bytearray, rows: int, scale_rule: str, device: str
+    codes: memoryview, scales: memoryview, rows: int, scale_rule: str, device: str
 ) -> tuple[memoryview, memoryview]:
     """Convert whole rows of one matrix.
 

@@ -130,7 +130,7 @@ def _stamps(plan: Plan, name: str) -> dict[str, Stamp]:
 
 def _convert(plan: Plan, target: Destination, name: str, options: ConvertOptions) -> ShardRecord:
     stamps = _stamps(plan, name)
-    partial = target.partial(name)
+    partial = target.partial_path(name)
     job = Job(
         str(plan.source.folder),
         name,

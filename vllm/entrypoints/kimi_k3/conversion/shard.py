@@ -6,21 +6,27 @@ What is in memory does not depend on the size of the shard or of any tensor in i
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any, Self
 
-from vllm.entrypoints.kimi_k3.checkpoint.headers import read_full_header
+from vllm.entrypoints.kimi_k3.checkpoint.headers import Header, read_full_header
+from vllm.entrypoints.kimi_k3.conversion.digest import RunningDigest
 from vllm.entrypoints.kimi_k3.conversion.kernel import convert_rows, shape_bytes
-from vllm.entrypoints.kimi_k3.conversion.layout import plan_shard
+from vllm.entrypoints.kimi_k3.conversion.layout import Tensor, plan_shard
 from vllm.entrypoints.kimi_k3.conversion.manifest import FileRecord, ShardRecord
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, shown
 from vllm.entrypoints.kimi_k3.conversion.source import GROUP, PACKED, SCALE, SHAPE, Module
 
 # Bytes of codes, or of anything else, that are in work at a time.
 PIECE = 8 << 20
+# One that is read, and those that wait for both checksums.
+_BUFFERS = 6
 
 
 @dataclass(frozen=True)
@@ -68,91 +74,156 @@ def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None
         ConversionFailed: A value cannot be converted; the message names the module.
         OSError: A file cannot be read or written.
     """
-    folder = Path(job.source)
-    header = read_full_header(folder / job.name)
-    layout = plan_shard(job.name, header, job.modules)
-    with (
-        (folder / job.name).open("rb", buffering=0) as source,
-        Path(job.partial).open("xb+", buffering=0) as result,
-    ):
-        _write(result.fileno(), layout.header, 0)
-        for tensor in layout.tensors:
+    with ExitStack() as stack:
+        work = _Work(job, stack, on_bytes)
+        work.write_head()
+        for _, step in sorted(work.steps(), key=lambda step: step[0]):
+            step()
+        return work.finish()
+
+
+class _Work:
+    """The open files, buffers and checksums of one job."""
+
+    def __init__(self, job: Job, stack: ExitStack, on_bytes: Callable[[int], None]) -> None:
+        self.job = job
+        self.on_bytes = on_bytes
+        self.headers: dict[str, Header] = {}
+        self.files: dict[str, int] = {}
+        for name in (job.name, *(n for m in job.modules for n in (m.packed_in, m.scale_in))):
+            if name not in self.files:
+                path = Path(job.source) / name
+                self.headers[name] = read_full_header(path)
+                self.files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, self.files[name])
+        self.source = self.files[job.name]
+        self.layout = plan_shard(job.name, self.headers[job.name], job.modules)
+        new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self.result = os.open(job.partial, new, 0o666)
+        stack.callback(os.close, self.result)
+        size = self.headers[job.name].size
+        self.source_digest = RunningDigest(self.source, size, whole=True)
+        stack.callback(self.source_digest.stop)
+        self.result_digest = RunningDigest(self.result, self.layout.size, whole=False)
+        stack.callback(self.result_digest.stop)
+        self.buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            self.buffers.put(memoryview(bytearray(PIECE)))
+
+    def steps(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """What is to be done, each with the place in the source where it reads."""
+        for tensor in self.layout.tensors:
             if tensor.source is not None:
-                for at in range(0, tensor.nbytes, PIECE):
-                    count = min(PIECE, tensor.nbytes - at)
-                    piece = _read(source.fileno(), tensor.source + at, count)
-                    _write(result.fileno(), piece, layout.starts[tensor.name] + at)
-                    on_bytes(count)
-        for module in job.modules:
-            _convert_module(job, module, layout.starts, result.fileno(), on_bytes)
-        os.fsync(result.fileno())
-        return ShardRecord(
-            FileRecord(header.size, _digest(source.fileno())),
-            header.digest,
-            FileRecord(layout.size, _digest(result.fileno())),
-            tuple(module.name for module in job.modules),
-        )
+                yield tensor.source, partial(self.copy, tensor, tensor.source)
+        for module in self.job.modules:
+            at = self.headers[module.packed_in].spans[f"{module.name}.{PACKED}"][0]
+            # Codes of another shard, of which this one has the scales, come last.
+            place = at if module.packed_in == self.job.name else self.layout.size + at
+            yield place, partial(self.convert, module)
 
+    def write_head(self) -> None:
+        """Write all that is known beforehand, which comes first in the file."""
+        self.write(0, memoryview(self.layout.header))
+        for module in self.job.modules:
+            if module.packed_in == self.job.name:
+                shape = shape_bytes(module.rows, module.columns)
+                self.write(self.layout.starts[f"{module.name}.{SHAPE}"], memoryview(shape))
 
-def _convert_module(
-    job: Job,
-    module: Module,
-    starts: dict[str, int],
-    result: int,
-    on_bytes: Callable[[int], None],
-) -> None:
-    folder = Path(job.source)
-    packed, scale = f"{module.name}.{PACKED}", f"{module.name}.{SCALE}"
-    codes_row, scales_row = module.columns // 2, module.columns // GROUP
-    with (
-        (folder / module.packed_in).open("rb", buffering=0) as codes_file,
-        (folder / module.scale_in).open("rb", buffering=0) as scales_file,
-    ):
-        codes_at = read_full_header(folder / module.packed_in).spans[packed][0]
-        scales_at = read_full_header(folder / module.scale_in).spans[scale][0]
+    def copy(self, tensor: Tensor, source: int) -> None:
+        """Copy a tensor that stays as it is."""
+        for at in range(0, tensor.nbytes, PIECE):
+            count = min(PIECE, tensor.nbytes - at)
+            buffer = self.buffers.get()
+            piece = buffer[:count]
+            _read(self.source, source + at, piece)
+            _write(self.result, self.layout.starts[tensor.name] + at, piece)
+            back = _Shared(2, partial(self.buffers.put, buffer))
+            self.source_digest.offer(source + at, piece, back)
+            self.result_digest.offer(self.layout.starts[tensor.name] + at, piece, back)
+            self.on_bytes(count)
+
+    def convert(self, module: Module) -> None:
+        """Convert a module, rows at a time."""
+        packed, scale = f"{module.name}.{PACKED}", f"{module.name}.{SCALE}"
+        codes_row, scales_row = module.columns // 2, module.columns // GROUP
+        codes_at = self.headers[module.packed_in].spans[packed][0]
+        scales_at = self.headers[module.scale_in].spans[scale][0]
+        starts = self.layout.starts
+        # A row wider than a piece is still worked on whole.
         step = max(1, PIECE // max(1, codes_row))
         for row in range(0, module.rows, step):
             rows = min(step, module.rows - row)
-            codes = _read(codes_file.fileno(), codes_at + row * codes_row, rows * codes_row)
-            scales = _read(scales_file.fileno(), scales_at + row * scales_row, rows * scales_row)
+            buffer = self.buffers.get()
+            if len(buffer) < rows * codes_row:
+                buffer = memoryview(bytearray(rows * codes_row))
+            codes = buffer[: rows * codes_row]
+            scales = memoryview(bytearray(rows * scales_row))
+            _read(self.files[module.packed_in], codes_at + row * codes_row, codes)
+            _read(self.files[module.scale_in], scales_at + row * scales_row, scales)
             try:
-                new, new_scales = convert_rows(codes, scales, rows, job.scale_rule, job.device)
+                new, new_scales = convert_rows(
+                    codes, scales, rows, self.job.scale_rule, self.job.device
+                )
             except ValueError as error:
-                raise ConversionFailed(f"{shown(module.name)}, from row {row}: {error}") from error
-            if packed in starts:
-                _write(result, new, starts[packed] + row * codes_row)
-            if scale in starts:
-                _write(result, new_scales, starts[scale] + row * 2 * scales_row)
-            on_bytes(len(codes) + len(scales))
-    if packed in starts:
-        shape = shape_bytes(module.rows, module.columns)
-        _write(result, shape, starts[f"{module.name}.{SHAPE}"])
+                raise ConversionFailed(
+                    f"{shown(self.job.name)}: {shown(module.name)}, rows from {row:,}: {error}"
+                ) from error
+            back = partial(self.buffers.put, buffer)
+            if module.packed_in == self.job.name:
+                self.source_digest.offer(codes_at + row * codes_row, codes, back)
+                self.write(starts[packed] + row * codes_row, new)
+                self.on_bytes(len(codes))
+            else:
+                back()
+            if module.scale_in == self.job.name:
+                if module.packed_in == module.scale_in and scales_at == codes_at + len(codes):
+                    self.source_digest.offer(scales_at, scales)
+                self.write(starts[scale] + row * 2 * scales_row, new_scales)
+                self.on_bytes(len(scales))
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Write bytes that nobody changes any more."""
+        _write(self.result, at, data)
+        self.result_digest.offer(at, data)
+
+    def finish(self) -> ShardRecord:
+        """Bring the file to the disk."""
+        os.fsync(self.result)
+        header = self.headers[self.job.name]
+        return ShardRecord(
+            FileRecord(header.size, self.source_digest.finish()),
+            header.digest,
+            FileRecord(self.layout.size, self.result_digest.finish()),
+            tuple(module.name for module in self.job.modules),
+        )
 
 
-def _read(file: int, at: int, count: int) -> bytearray:
-    """Exactly `count` bytes."""
-    buffer = bytearray(count)
-    view = memoryview(buffer)
+class _Shared:
+    """Calls something when the last of several has called this."""
+
+    def __init__(self, count: int, last: Callable[[], None]) -> None:
+        self.count = count
+        self.last = last
+        self.lock = Lock()
+
+    def __call__(self) -> None:
+        with self.lock:
+            self.count -= 1
+            done = self.count == 0
+        if done:
+            self.last()
+
+
+def _read(file: int, at: int, view: memoryview) -> None:
+    """Fill the view."""
     while view:
-        got = os.preadv(file, [view], at)
-        if got == 0:
+        count = os.preadv(file, [view], at)
+        if count == 0:
             raise OSError(f"a shard ends at byte {at:,}: it became shorter while it was read")
-        view, at = view[got:], at + got
-    return buffer
-
-
-def _write(file: int, data, at: int) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(file, view, at)
         view, at = view[count:], at + count
 
 
-def _digest(file: int) -> str:
-    digest = sha256()
-    buffer = memoryview(bytearray(PIECE))
-    at = 0
-    while count := os.preadv(file, [buffer], at):
-        digest.update(buffer[:count])
-        at += count
-    return digest.hexdigest()
+def _write(file: int, at: int, data: memoryview) -> None:
+    while data:
+        count = os.pwrite(file, data, at)
+        data, at = data[count:], at + count
