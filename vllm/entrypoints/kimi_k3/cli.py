@@ -15,6 +15,8 @@ app = typer.Typer(
     name="kimi-k3",
     help="Kimi-K3 on AMD GPUs: what the overlay does to the installed vLLM, and tools around it.",
     no_args_is_help=True,
+    # Paragraphs of a docstring flow to the terminal's width.
+    rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

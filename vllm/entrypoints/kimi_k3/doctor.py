@@ -30,6 +30,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
+            metavar="MODEL",
             help="A checkpoint's folder, or a hub id in the local cache; nothing is downloaded. "
             "Without it: the machine alone.",
             show_default=False,
@@ -40,19 +41,22 @@ def doctor(
         typer.Option(
             "--tp",
             min=1,
+            metavar="N",
             help="Tensor-parallel ranks. Default: every GPU, or one rank on a CPU.",
             show_default=False,
         ),
     ] = None,
     expert_parallel: ExpertParallel = False,
     utilization: Utilization = DEFAULT_UTILIZATION,
-    load_format: Annotated[str, typer.Option(help="vLLM's --load-format.")] = "auto",
+    load_format: Annotated[
+        str, typer.Option(metavar="NAME", help="vLLM's --load-format that you will use.")
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Tell whether this machine can serve a Kimi-K3 checkpoint, and if not, what to do.
 
-    Looks at the GPUs, AITER, vLLM and the overlay's amendments, environment variables, and of a
-    MODEL at config.json and the shards' headers. Loads nothing and changes nothing.
+    Looks at the GPUs, AITER, vLLM and the overlay's amendments, at environment variables, and of
+    a MODEL at config.json and the shards' headers. Loads nothing and changes nothing.
 
     Exit code 0: ready (with warnings, perhaps). 1: not ready. 2: wrong usage.
     """

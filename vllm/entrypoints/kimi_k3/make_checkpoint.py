@@ -21,34 +21,59 @@ HEADERS_ONLY = "k3-shapes"
 _DEFAULT_SHARDS = {"tiny": 3, "small": 4, HEADERS_ONLY: 96}
 
 
+def _size(text: str) -> Any:
+    return typer.Option(metavar="N", help=text, show_default=False)
+
+
 def make_checkpoint(
-    directory: Annotated[Path, typer.Argument(help="New or empty folder.")],
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a KDA head.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
-    latent_size: Annotated[int | None, typer.Option(help="Hidden size of experts.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
-    experts_per_token: Annotated[int | None, typer.Option(help="Experts a token.")] = None,
-    expert_intermediate_size: Annotated[
-        int | None, typer.Option(help="Intermediate size of an expert.")
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.")],
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="tiny (5 layers, 9 MB), small (8 layers, 258 MB), or k3-shapes (Kimi-K3's own "
+            "1.56 TB, as headers alone). The sizes below change it.",
+        ),
+    ] = "tiny",
+    layers: Annotated[int | None, _size("Layers.")] = None,
+    heads: Annotated[int | None, _size("Attention heads.")] = None,
+    head_dim: Annotated[int | None, _size("Channels of a KDA head.")] = None,
+    hidden_size: Annotated[int | None, _size("Channels of the model; even.")] = None,
+    latent_size: Annotated[
+        int | None, _size("Channels that routed experts work on; a multiple of 32.")
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Entries of the vocabulary.")] = None,
-    shards: Annotated[int | None, typer.Option(help="Safetensors files.")] = None,
+    experts: Annotated[int | None, _size("Routed experts a layer.")] = None,
+    experts_per_token: Annotated[int | None, _size("Routed experts that a token uses.")] = None,
+    expert_intermediate_size: Annotated[
+        int | None, _size("Inner channels of an expert; a multiple of 32.")
+    ] = None,
+    vocab_size: Annotated[int | None, _size("Entries of the vocabulary.")] = None,
+    shards: Annotated[
+        int | None, _size("Safetensors files: 3 for tiny, 4 for small, 96 for k3-shapes.")
+    ] = None,
     experts_format: Annotated[
-        ExpertFormat, typer.Option(help="How routed experts are stored.")
+        ExpertFormat,
+        typer.Option(metavar="KIND", help="How routed experts are stored: mxfp4 or bf16."),
     ] = ExpertFormat.MXFP4,
-    stack: Annotated[Stack, typer.Option(help="Kinds of attention layers.")] = Stack.MIXED,
+    stack: Annotated[
+        Stack,
+        typer.Option(
+            metavar="KIND",
+            help="Attention of the layers: kda, mla, or mixed (every fourth layer and the last "
+            "one are MLA).",
+        ),
+    ] = Stack.MIXED,
     text_only: Annotated[
         bool, typer.Option("--text-only/--full", help="Without or with the vision tower.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of all values.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Of all values: the same one gives the same files.")
+    ] = 0,
 ) -> None:
-    """Write a Kimi-K3 checkpoint with random weights.
+    """Write a Kimi-K3 checkpoint with random weights, for tests and rehearsals.
 
-    tiny has 5 small layers (9 MB), small has 8 (258 MB); k3-shapes has Kimi-K3's 497,220 tensors at
-    their full 1.56 TB, as headers of sparse files that take 140 MB of disk.
+    Names, shapes and formats are those of the published checkpoint; nothing is downloaded. The
+    preset k3-shapes writes 497,220 headers in sparse files that take 140 MB of disk.
     """
     if preset not in PRESETS:
         raise typer.BadParameter(f"expected one of {', '.join(PRESETS)}, found {preset!r}")

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def run(command_line: Callable[[], object]) -> None:
@@ -39,6 +40,20 @@ def _abandon_stdout() -> None:
         os.close(nowhere)
     except (OSError, ValueError, AttributeError):
         sys.stdout = None  # type: ignore[assignment]
+
+
+def check_writable(file: Path) -> None:
+    """Refuse, before any work, a file that could not be written when it is done.
+
+    Raises:
+        ValueError: It is a folder, or lies in none, or may not be written.
+    """
+    if file.is_dir():
+        raise ValueError(f"{file}: expected a file to write, found a folder")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: expected a folder to write into, found no {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file}: may not be written by this user")
 
 
 def quiet_vllm() -> None:

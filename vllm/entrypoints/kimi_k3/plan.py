@@ -12,24 +12,54 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
-TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
-Rank = Annotated[int, typer.Option(min=0, help="Which rank.")]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="A checkpoint's folder; config.json and shards are in it."
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks in all."),
+]
+Rank = Annotated[int, typer.Option(min=0, metavar="N", help="Which of the ranks, counted from 0.")]
 ExpertParallel = Annotated[
-    bool, typer.Option("--expert-parallel", help="Spread whole experts over the ranks.")
+    bool,
+    typer.Option(
+        "--expert-parallel",
+        help="Spread whole experts over the ranks instead of slices of each "
+        "(vLLM's --enable-expert-parallel).",
+    ),
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option(help="MI300X, MI308X, MI325X, MI355X, H200, or a number of GiB. Default: all."),
+    typer.Option(
+        metavar="GPU",
+        help="MI300X, MI308X, MI325X, MI355X, H200, or a GPU's memory in GiB, such as 64. "
+        "Without it: all of these.",
+        show_default=False,
+    ),
 ]
 Utilization = Annotated[
-    float, typer.Option(min=0.01, max=1, help="vLLM's --gpu-memory-utilization.")
+    float,
+    typer.Option(
+        min=0.01,
+        max=1,
+        metavar="SHARE",
+        help="Share of a GPU's memory that vLLM may use (its --gpu-memory-utilization).",
+    ),
 ]
 Measured = Annotated[
     float | None,
-    typer.Option(help="GiB that a running worker takes: names the part that is no weight."),
+    typer.Option(
+        min=0,
+        metavar="GIB",
+        help="GiB that a running worker was seen to take; the table then names the part that is "
+        "no weight.",
+        show_default=False,
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes, no tables.")]
 DEFAULT_UTILIZATION = 0.92
 
 
@@ -45,15 +75,20 @@ def plan(
     tp: TensorParallel = 8,
     rank: Rank = 0,
     expert_parallel: ExpertParallel = False,
-    quantization: Annotated[Linear, typer.Option(help="Of linear layers.")] = Linear.BF16,
+    quantization: Annotated[
+        Linear,
+        typer.Option(metavar="KIND", help="Of linear layers: bf16 or fp8_per_channel_static."),
+    ] = Linear.BF16,
     gpu: Gpu = None,
     utilization: Utilization = DEFAULT_UTILIZATION,
     measured: Measured = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what one rank of a layout holds, by component, and what a GPU has left. From config.json.
+    """Say how much memory one rank will hold, by component, and what a GPU has left beside it.
 
-    Exit code 1 when the weights do not fit on the GPU that was named.
+    Reads config.json alone and answers at once. `rehearse` finds the same by building the model.
+
+    Exit code 1: the weights do not fit on the GPU that was named. 2: wrong usage.
     """
     from vllm.entrypoints.kimi_k3.rehearsal import planned
     from vllm.entrypoints.kimi_k3.rehearsal.config import read_config

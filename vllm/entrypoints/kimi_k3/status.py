@@ -157,11 +157,11 @@ def _print(status: Status, console: Console) -> None:
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
 ) -> None:
     """Show which modules of the installed vLLM are amended here, and why not if they are not.
 
-    Exit code 1 when an amendment was refused or a module could not be imported.
+    Exit code 1: an amendment was refused, or a module cannot be imported. 2: wrong usage.
     """
     quiet_vllm()
     try:

@@ -19,16 +19,16 @@ class Unit:
             (unit for unit in allowed if abs(largest) >= unit[0]), allowed[-1]
         )
 
-    def format(self, nbytes: float) -> str:
+    def format(self, nbytes: float, digits: int = 2) -> str:
         """Return the number without its unit; what is not zero never reads as zero."""
-        if self.size == 1:
+        if self.size == 1 or not nbytes:
             return f"{nbytes:.0f}"
-        if 0 < abs(nbytes) < self.size * 0.005:
-            return "<0.01"
-        return f"{nbytes / self.size:.2f}"
+        if abs(nbytes) < self.size * 0.5 * 10**-digits:
+            return f"<{10**-digits:.{digits}f}"
+        return f"{nbytes / self.size:.{digits}f}"
 
 
-def size(nbytes: float) -> str:
+def size(nbytes: float, digits: int = 2) -> str:
     """Return a number of bytes with the unit that fits it, such as ``187.13 GiB``."""
     unit = Unit(nbytes, top="TiB")
-    return f"{unit.format(nbytes)} {unit.name}"
+    return f"{unit.format(nbytes, digits)} {unit.name}"

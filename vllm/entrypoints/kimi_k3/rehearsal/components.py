@@ -64,7 +64,7 @@ class MemoryPlan:
         rounding: Further bytes if the experts' intermediate size were rounded up to vLLM's general
             alignment for ROCm instead of the one of AITER's SiTU kernel.
         int4_scales: Further bytes of the experts' scales when they are converted to int4, whose
-            scales are bf16 instead of e8m0.
+            scales are bf16 instead of e8m0; 0 where the checkpoint holds int4.
         int4_transient: Extra bytes while the experts of one layer are being converted.
         absorbed: Bytes of the forms of `kv_b_proj` that MLA layers derive after loading.
         vision: Bytes of the vision tower, which every rank holds, if the checkpoint has one.

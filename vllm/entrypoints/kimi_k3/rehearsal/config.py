@@ -38,7 +38,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")

@@ -26,7 +26,9 @@ BF16, F32, U8 = 2, 4, 1
 # vLLM's model classes for ROCm: alignment rows of the merged KDA projection, least slice of an
 # expert, alignment of experts for AITER's SiTU kernel and in general, rows of the vocabulary.
 _KDA_ROWS, _LEAST_SLICE, _ALIGNMENT, _GENERAL_ALIGNMENT, _VOCABULARY = 16, 256, 128, 256, 64
-_GROUP = 32  # values that share an MXFP4 scale
+_GROUP = 32  # values that share a scale
+# config.json's names of the formats of experts that a plan can be made for.
+_MXFP4, _INT4 = "mxfp4-pack-quantized", "pack-quantized"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
         ranks: The rank and its layout.
 
     Raises:
-        ValueError: The model is not a Kimi-K3 with MXFP4 experts, or does not divide by the ranks.
+        ValueError: The model is not a Kimi-K3 with MXFP4 or int4 experts, or does not divide by the
+            ranks.
     """
     text = config.get("text_config", config)
     _check(text, ranks)
@@ -62,7 +65,7 @@ def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
     components = summed(_parameters(text, ranks, kda), kda)
     rounded = summed(_parameters(text, ranks, kda, _GENERAL_ALIGNMENT), kda)
     experts, inner, latent = _expert_sizes(text, ranks, _ALIGNMENT)
-    chunk = min(CHUNK_EXPERTS, experts)
+    chunk = 0 if _holds_int4(text) else min(CHUNK_EXPERTS, experts)
     transient = (
         2 * inner * latent // _GROUP * experts * BF16 + chunk * 2 * inner * latent // 2,
         latent * inner // _GROUP * experts * BF16 + chunk * latent * inner // 2,
@@ -73,8 +76,8 @@ def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
     return MemoryPlan(
         components=components,
         rounding=sum(rounded[name] - components[name] for name in (EXPERTS, SCALES)),
-        int4_scales=components[SCALES] * (BF16 - U8),
-        int4_transient=max(transient) if components[EXPERTS] else 0,
+        int4_scales=components[SCALES] * (BF16 - U8) if chunk else 0,
+        int4_transient=max(transient) if chunk and components[EXPERTS] else 0,
         absorbed=mla_layers * absorbed,
         vision=_vision(config),
     )
@@ -87,23 +90,29 @@ def _check(text: dict[str, Any], ranks: Ranks) -> None:
     if not 0 <= ranks.rank < tp:
         problems.append(f"rank {ranks.rank} lies outside a layout of {tp}")
     experts = text.get("quantization_config", {}).get("format")
-    if experts != "mxfp4-pack-quantized":
-        problems.append(f"expected experts in mxfp4-pack-quantized, found {experts}")
+    if experts not in (_MXFP4, _INT4):
+        problems.append(f"expected experts in {_MXFP4}, found {experts} ({_INT4} int4 will do)")
     if not text.get("linear_attn_config", {}).get("use_full_rank_gate"):
         problems.append("expected KDA layers with a full-rank gate")
+    problems += indivisible(text, tp)
+    if problems:
+        raise ValueError("cannot plan this: " + "; ".join(problems))
+
+
+def indivisible(text: dict[str, Any], ranks: int) -> list[str]:
+    """Say which sizes of a text model do not divide by a number of tensor-parallel ranks."""
     shared = text["moe_intermediate_size"] * (text.get("num_shared_experts") or 0)
-    for what, size in (
+    sizes = (
         ("attention heads", text["num_attention_heads"]),
         ("KDA heads", text.get("linear_attn_config", {}).get("num_heads", 0)),
         ("vocabulary rows", _up(text["vocab_size"], _VOCABULARY)),
         ("dense intermediate size", text["intermediate_size"]),
         ("expert intermediate size", text["moe_intermediate_size"]),
         ("shared experts' intermediate size", shared),
-    ):
-        if size % tp:
-            problems.append(f"{what}: {size} is not divisible by {tp} ranks")
-    if problems:
-        raise ValueError("cannot plan this: " + "; ".join(problems))
+    )
+    return [
+        f"{what}: {size} is not divisible by {ranks} ranks" for what, size in sizes if size % ranks
+    ]
 
 
 def _up(size: int, multiple: int) -> int:
@@ -211,7 +220,13 @@ def _moe(text: dict[str, Any], ranks: Ranks, alignment: int) -> Iterator[tuple[s
     experts, inner, width = _expert_sizes(text, ranks, alignment)
     values = experts * 3 * inner * width
     yield f"{moe}experts.routed_experts.weights", values // 2
-    yield f"{moe}experts.routed_experts.w13_weight_scale", values // _GROUP
+    scale = BF16 if _holds_int4(text) else U8
+    yield f"{moe}experts.routed_experts.w13_weight_scale", values // _GROUP * scale
+
+
+def _holds_int4(text: dict[str, Any]) -> bool:
+    """Tell whether the checkpoint's experts are int4 already."""
+    return text["quantization_config"]["format"] == _INT4
 
 
 def _vision(config: dict[str, Any]) -> int:

@@ -8,7 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm.entrypoints.kimi_k3.output import check_writable
 from vllm.entrypoints.kimi_k3.rehearsal.components import GIB, GPUS, MemoryPlan
+from vllm.entrypoints.kimi_k3.units import Unit, size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,10 +47,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f}"
-
-
 def print_plan(
     console: Console,
     plan: MemoryPlan,
@@ -68,35 +66,46 @@ def print_plan(
         utilization: Share of a GPU's memory that vLLM may use.
         measured: GiB that a running worker was seen to take; the part that is no weight is named.
     """
-    table = _table(title, "component", "GiB")
+    unit = Unit(plan.worker)
+    table = _table(title, "component", unit.name)
     for name, nbytes in plan.components.items():
-        table.add_row(name, _gib(nbytes))
+        table.add_row(name, unit.format(nbytes))
     table.add_section()
-    table.add_row("text weights", _gib(plan.resident))
-    table.add_row("MLA's absorbed projections, derived after loading", f"+{_gib(plan.absorbed)}")
-    table.add_row("vision tower", f"+{_gib(plan.vision)}" if plan.vision else "not in checkpoint")
+    table.add_row("text weights", unit.format(plan.resident))
+    absorbed = f"+{unit.format(plan.absorbed)}"
+    table.add_row("MLA's absorbed projections, derived after loading", absorbed)
+    vision = f"+{unit.format(plan.vision)}" if plan.vision else "not in checkpoint"
+    table.add_row("vision tower", vision)
     if measured is not None:
-        rest = measured - plan.worker / GIB
+        rest = measured * GIB - plan.worker
         what = "GPU context, collectives' buffers, workspaces, allocator"
-        table.add_row(f"{what}: the rest of {measured:.2f}", f"{rest:+.2f}")
+        sign = "+" if rest >= 0 else ""
+        table.add_row(f"{what}: the rest of {measured:.2f} GiB", f"{sign}{unit.format(rest)}")
     console.print(table)
-    table = _table("If", "choice", "GiB")
-    table.add_row("experts become int4: bf16 scales instead of e8m0", f"+{_gib(plan.int4_scales)}")
-    table.add_row("  while one layer is being converted", f"+{_gib(plan.int4_transient)}")
-    table.add_row("experts follow the general size rule for ROCm", f"+{_gib(plan.rounding)}")
+    choices = [("experts follow the general size rule for ROCm", plan.rounding)]
+    if plan.int4_scales:
+        choices = [
+            ("experts become int4: bf16 scales instead of e8m0", plan.int4_scales),
+            ("  while one layer is being converted", plan.int4_transient),
+            *choices,
+        ]
+    unit = Unit(max(nbytes for _, nbytes in choices))
+    table = _table("If", "choice", unit.name)
+    for choice, nbytes in choices:
+        table.add_row(choice, f"+{unit.format(nbytes)}")
     console.print(table)
+    kinds = {"MXFP4": 0, "int4": plan.int4_scales} if plan.int4_scales else {"int4": 0}
+    kinds["rounded up"] = plan.rounding
     table = _table(
-        f"Left for KV cache and activations at {utilization:.0%} of the memory",
+        f"Left for KV cache and activations at {utilization:.0%} of the memory (GiB)",
         "GPU",
-        "memory (GiB)",
-        "MXFP4",
-        "int4",
-        "rounded up",
+        "memory",
+        *kinds,
     )
     for name in [gpu] if gpu else GPUS:
         total = gpu_memory(name)
         free = plan.free(total, utilization)
-        row = [free, free - plan.int4_scales / GIB, free - plan.rounding / GIB]
+        row = [free - more / GIB for more in kinds.values()]
         cells = [f"{value:.2f}" if value > 0 else "[red]does not fit[/]" for value in row]
         table.add_row(name, f"{total:.1f}", *cells)
     console.print(table)
@@ -109,18 +118,19 @@ def print_load(console: Console, rehearsal: "Rehearsal") -> None:
     held = rehearsal.held_after()
     merged = [(name, nbytes) for name, nbytes in held.items() if name.endswith(_MERGED_KDA)]
     if merged:
+        unit = Unit(max(nbytes for _, nbytes in merged) or GIB)
         table = _table(
-            f"Source tensors held on the device, {mode}", "after layer", "KDA layers", "GiB"
+            f"Source tensors held on the device, {mode}", "after layer", "KDA layers", unit.name
         )
         last = len(merged)
         for count, (name, nbytes) in enumerate(merged, start=1):
             if count % _EVERY == 0 or count in (1, last):
-                table.add_row(name, str(count), f"{nbytes / GIB:.4f}")
+                table.add_row(name, str(count), unit.format(nbytes, digits=4))
         console.print(table)
     line = account.line()
     console.print(line, highlight=False, soft_wrap=True)
     console.print(
-        f"The most held between calls: {account.peak_between_calls / GIB:.4f} GiB.",
+        f"The most held between calls: {size(account.peak_between_calls, digits=4)}.",
         highlight=False,
     )
     for delay in account.delays[:3]:
@@ -129,20 +139,35 @@ def print_load(console: Console, rehearsal: "Rehearsal") -> None:
         console.print(f"[red]delayed[/] and {len(account.delays) - 3} more layers")
     per_host = rehearsal.layout.tensor_parallel_size // rehearsal.layout.hosts
     console.print(
-        f"{rehearsal.tensors:,} tensors ({rehearsal.checkpoint_bytes / 1e12:.4f} TB, read by each "
+        f"{rehearsal.tensors:,} tensors ({rehearsal.checkpoint_bytes / 1e9:,.3f} GB, read by each "
         f"of {per_host} ranks a host) streamed in {rehearsal.seconds:.1f} s "
-        f"({rehearsal.cpu_seconds:.1f} s of CPU time), memory {rehearsal.peak_rss / GIB:.2f} GiB",
+        f"({rehearsal.cpu_seconds:.1f} s of CPU time), memory {size(rehearsal.peak_rss)}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def plot(rehearsal: "Rehearsal", file: "Path") -> None:
-    """Draw held bytes over the sources of a load.
+def check_plot(file: "Path") -> None:
+    """Refuse a plot that could not be drawn or kept, before the work that it is to show.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, cannot write this kind of file, or there is no
+            folder for it.
     """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ValueError(
+            "--plot needs matplotlib: pip install 'vllm-kimi-k3[plot]', or leave --plot out"
+        ) from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(f"{file}: expected a name that ends in one of {', '.join(kinds)}")
+    check_writable(file)
+
+
+def plot(rehearsal: "Rehearsal", file: "Path") -> None:
+    """Draw held bytes over the sources of a load; see `check_plot`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

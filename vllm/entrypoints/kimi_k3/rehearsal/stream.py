@@ -7,7 +7,8 @@ Opens every shard and reads no tensor. Names, dtypes and shapes are the file's o
 
 import random
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Set
 from enum import StrEnum
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def shards(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_NAME
     if index.is_file():
-        names = _indexed(index)
+        names = set(_indexed(index))
     else:
         names = {file.name for file in folder.glob("*.safetensors")}
         for numbered in [re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.safetensors)", n) for n in names]:
@@ -69,18 +70,35 @@ def shards(folder: Path) -> list[Path]:
     return files
 
 
-def _indexed(index: Path) -> set[str]:
+def _indexed(index: Path) -> dict[str, set[str]]:
+    """Return shard -> the tensors that the index says it holds."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
             f"{index}: expected a weight_map of tensors to shards, found {weight_map!r}"
         )
-    names = set(map(str, weight_map.values()))
-    outside = [n for n in weight_map.values() if not isinstance(n, str)]
-    outside += [n for n in names if Path(n).name != n]
-    if outside:
-        raise ValueError(f"{index}: expected names of files beside it, found {outside[0]!r}")
-    return names
+    located: dict[str, set[str]] = defaultdict(set)
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index}: expected names of files beside it, found {name!r}")
+        located[name].add(tensor)
+    return located
+
+
+def _check_index(file: Path, found: Set[str], indexed: Set[str]) -> None:
+    """Hold a shard to its index: vLLM reads what the shard holds and never compares the two.
+
+    Raises:
+        ValueError: They differ; some of the names are given.
+    """
+    for names, what in (
+        (indexed - found, "the index places there, and it does not hold"),
+        (found - indexed, "it holds, and the index does not place there"),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{file}: {len(names)} tensors that {what}: {shown}{more}")
 
 
 def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator[Header]:
@@ -92,13 +110,16 @@ def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator
         seed: For the shuffled order.
 
     Raises:
-        ValueError: A shard is no complete safetensors file, or holds an unknown dtype.
+        ValueError: A shard is no complete safetensors file, holds an unknown dtype, or holds other
+            tensors than the index says.
     """
+    index = folder / INDEX_NAME
+    located = _indexed(index) if index.is_file() else None
     if order is Order.INDEX:
         for file in shards(folder):
-            yield from _read(file)
+            yield from _read(file, located)
         return
-    everything = [header for file in shards(folder) for header in _read(file)]
+    everything = [header for file in shards(folder) for header in _read(file, located)]
     if order is Order.REVERSE:
         everything.reverse()
     else:
@@ -106,10 +127,13 @@ def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator
     yield from everything
 
 
-def _read(file: Path) -> Iterator[Header]:
+def _read(file: Path, located: dict[str, set[str]] | None) -> Iterator[Header]:
     try:
         with safe_open(file, framework="pt") as shard:
-            for name in shard.offset_keys():
+            names = shard.offset_keys()
+            if located is not None:
+                _check_index(file, set(names), located[file.name])
+            for name in names:
                 part = shard.get_slice(name)
                 dtype = part.get_dtype()
                 if dtype not in _DTYPES:
