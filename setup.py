@@ -21,7 +21,8 @@ class BuildWithTree(build_py):
         target = Path(self.build_lib) / "vllm_overlay" / "tree"
         return {
             str(target / file.relative_to(ROOT)): str(file)
-            for file in sorted((ROOT / "vllm").rglob("*.py"))
+            for file in sorted((ROOT / "vllm").rglob("*"))
+            if file.suffix in (".py", ".c")
         }
 
     def run(self) -> None:

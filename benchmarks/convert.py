@@ -6,8 +6,10 @@
     python benchmarks/convert.py --device cuda        # one Kimi-K3 layer of a TP8 rank
 
 Verifies every result before it times anything, runs the variants in turn within each round, and
-reports medians with the spread (quartiles). Bytes over time are the packed MXFP4 bytes. Never a
-test: a result that differs ends the run with an error.
+reports medians with the spread (quartiles). Bytes over time are the packed MXFP4 bytes. On a CPU
+both implementations are timed: compiled code ("mse", "absmax") where there is a compiler, and torch
+("lookup ..."). The recipe writes AITER's layout, whatever the others write. Never a test: a result
+that differs ends the run with an error.
 """
 
 import argparse
@@ -27,8 +29,17 @@ from _package import load_mxfp4_int4
 from recipe import convert_step_by_step
 
 load_mxfp4_int4()
-from mxfp4_int4 import convert_experts  # noqa: E402
-from mxfp4_int4.convert import LOOKUP, NAIVE, _convert  # noqa: E402
+from mxfp4_int4 import native  # noqa: E402
+from mxfp4_int4.convert import (  # noqa: E402
+    LOOKUP,
+    NAIVE,
+    NATIVE,
+    Implementation,
+    _convert,
+    pick_implementation,
+)
+from mxfp4_int4.errors import NativeCodeError  # noqa: E402
+from mxfp4_int4.layouts import LAYOUTS  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
 
@@ -119,7 +130,21 @@ def peak_extra(call: Callable[[], object], device: str) -> int:
     return max(0, peak - before)
 
 
-def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
+def implementations(device: str) -> dict[str, Implementation]:
+    """By the prefix of their variants' names; the fastest has none."""
+    if device == "cuda":
+        return {"": pick_implementation(torch.device(device))}
+    try:
+        native.library()
+    except NativeCodeError as error:
+        print(f"no compiled code, torch only: {error}")
+        return {"": LOOKUP}
+    return {"": NATIVE, "lookup ": LOOKUP}
+
+
+def verify(
+    name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str, work: Implementation
+) -> None:
     """Both rules: bit-equal to the definition on three experts, to the lookup path on all, and the
     recipe to "absmax"; in place bit-equal to not in place."""
 
@@ -131,7 +156,7 @@ def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) ->
         return scales.view(torch.int16)
 
     for rule in ("mse", "absmax"):
-        fast = convert_experts(weight, scale, layout=layout, scale_rule=rule)
+        fast = _convert(weight, scale, layout, rule, 8, False, False, work)
         per_expert = bits(fast.scale).view(len(weight), -1)
         for i in sorted({0, len(weight) // 2, len(weight) - 1}):
             part = slice(i, i + 1)
@@ -149,12 +174,13 @@ def verify(name: str, weight: torch.Tensor, scale: torch.Tensor, layout: str) ->
                 (fast.weight[part], other.weight),
                 (per_expert[part].flatten(), bits(other.scale).flatten()),
             )
-        placed = convert_experts(
-            weight.clone(), scale, layout=layout, scale_rule=rule, in_place=True
-        )
-        same(
-            f"{rule} in place", (fast.weight, placed.weight), (bits(fast.scale), bits(placed.scale))
-        )
+        if layout != "plain":
+            placed = _convert(weight.clone(), scale, layout, rule, 8, True, False, work)
+            same(
+                f"{rule} in place",
+                (fast.weight, placed.weight),
+                (bits(fast.scale), bits(placed.scale)),
+            )
     if layout == "aiter":
         few = slice(0, min(8, len(weight)))
         steps = convert_step_by_step(weight[few], scale[few])
@@ -165,21 +191,21 @@ def run_shape(
     name: str, shape: tuple[int, int, int], args: argparse.Namespace
 ) -> dict[str, object]:
     weight, scale = random_experts(shape, args.device, args.seed)
-    verify(name, weight, scale, args.layout)
+    every = implementations(args.device)
+    verify(name, weight, scale, args.layout, every[""])
     spare, clock = weight.clone(), Clock(args.device)
 
-    def convert(rule: str, in_place: bool) -> Callable[[], object]:
+    def convert(work: Implementation, rule: str, in_place: bool) -> Callable[[], object]:
         source = spare if in_place else weight
-        return lambda: convert_experts(
-            source, scale, layout=args.layout, scale_rule=rule, in_place=in_place
-        )
+        return lambda: _convert(source, scale, args.layout, rule, 8, in_place, False, work)
 
     variants: dict[str, Callable[[], object]] = {"copy": lambda: spare.copy_(weight)}
-    for rule in ("mse", "absmax"):
-        variants[rule] = convert(rule, False)
-        variants[f"{rule} in place"] = convert(rule, True)
-    if args.layout == "aiter":
-        variants["recipe"] = lambda: convert_step_by_step(weight, scale)
+    for prefix, work in every.items():
+        for rule in ("mse", "absmax"):
+            variants[f"{prefix}{rule}"] = convert(work, rule, False)
+            if args.layout != "plain":
+                variants[f"{prefix}{rule} in place"] = convert(work, rule, True)
+    variants["recipe"] = lambda: convert_step_by_step(weight, scale)
     times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for index in range(args.rounds + 1):
         for variant, call in variants.items():
@@ -210,7 +236,7 @@ def run_shape(
     for variant, row in rows.items():
         low, high = row["quartiles"]
         print(
-            f"  {variant:16} {row['seconds'] * 1e3:9.3f} ms ({low * 1e3:.3f}..{high * 1e3:.3f})  "
+            f"  {variant:22} {row['seconds'] * 1e3:9.3f} ms ({low * 1e3:.3f}..{high * 1e3:.3f})  "
             f"{row['times_copy']:7.2f} x copy  {row['gigabytes_per_second']:8.3f} GB/s  "
             f"extra {row['extra_bytes'] / 2**20:.0f} MiB"
             + ("" if args.device == "cuda" else f"  CPU {row['cpu_seconds'] * 1e3:.1f} ms")
@@ -223,7 +249,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layout", choices=("aiter", "pack_quantized"), default="aiter")
+    parser.add_argument("--layout", choices=LAYOUTS, default="aiter")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -265,7 +291,7 @@ def main() -> None:
                 busy[variant] = busy.get(variant, 0.0) + row["cpu_seconds"]
         print(f"{group}, both together:")
         for variant, seconds in total.items():
-            line = f"  {variant:16} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
+            line = f"  {variant:22} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
             if "recipe" in total:
                 line += f"  recipe / this {total['recipe'] / seconds:6.1f}"
             if args.device == "cpu" and busy.get("recipe") and busy[variant]:

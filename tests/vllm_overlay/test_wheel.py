@@ -47,8 +47,9 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    tree = {f"vllm_overlay/tree/{file.relative_to(ROOT)}" for file in (ROOT / "vllm").rglob("*.py")}
-    assert tree <= names
+    sources = [f for kind in ("*.py", "*.c") for f in (ROOT / "vllm").rglob(kind)]
+    assert any(file.name == "native.c" for file in sources)
+    assert {f"vllm_overlay/tree/{file.relative_to(ROOT)}" for file in sources} <= names
     assert "vllm_overlay/activation.py" in names
     # Nothing that would be unpacked into the installed vLLM's own folder, or into tests.
     assert {name.split("/")[0] for name in names} == {

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Every implementation of the conversion, for the tests that run over all of them."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import ConvertedExperts, convert
+from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
+    ConvertedExperts,
+    convert,
+    native,
+    native_build,
+)
 
 # Helpers are also run as scripts; importlib mode adds nothing to the path.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -41,10 +47,25 @@ def interpreted_as_launched() -> Iterator[convert.Implementation]:
     yield from _interpreted(as_launched=True)
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> convert.Implementation:
+    """The compiled code of a cache of this session's own, loaded for all of it."""
+    if not any(map(shutil.which, native_build.COMPILERS)):
+        pytest.skip("no C compiler here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(native, "_state", native._State())
+        native.library()
+        loaded = native._state
+    native._state = loaded
+    return convert.NATIVE
+
+
 @pytest.fixture(
     params=[
         "naive",
         "lookup",
+        "native",
         "triton-interpreter",
         pytest.param("triton-gpu", marks=pytest.mark.gpu),
         pytest.param("lookup-gpu", marks=pytest.mark.gpu),
@@ -61,6 +82,7 @@ def converted_by(request) -> Convert:
     chosen = {
         "naive": lambda: convert.NAIVE,
         "lookup": lambda: convert.LOOKUP,
+        "native": lambda: request.getfixturevalue("compiled"),
         "triton-interpreter": lambda: request.getfixturevalue("interpreted"),
         "triton-gpu": lambda: convert.pick_implementation(torch.device("cuda")),
         "lookup-gpu": lambda: convert.LOOKUP,

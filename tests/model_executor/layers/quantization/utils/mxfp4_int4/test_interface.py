@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
     dequantize_mxfp4,
     lookup,
     lookup_tables,
+    native,
 )
 
 
@@ -239,12 +240,21 @@ def test_bad_groups_are_counted():
         convert_experts(weight, scale, layout="plain")
 
 
+@pytest.fixture(params=["lookup", "native"])
+def block_of(request):
+    """An implementation, and the module and name of what it does for each block."""
+    if request.param == "lookup":
+        return convert.LOOKUP, lookup, "_convert_rows"
+    return request.getfixturevalue("compiled"), native, "_convert_block"
+
+
 @pytest.mark.parametrize("with_stats", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
-def test_interrupted_in_place(error, with_stats, monkeypatch):
+def test_interrupted_in_place(error, with_stats, block_of, monkeypatch):
     """The first blocks are converted, a later one fails: the tensors refuse to be used again."""
     weight, scale = random_experts(e=4, n=64, k=256)
-    real, calls = lookup._convert_rows, []
+    implementation, module, name = block_of
+    real, calls = getattr(module, name), []
 
     def failing(*job):
         calls.append(job)
@@ -252,14 +262,13 @@ def test_interrupted_in_place(error, with_stats, monkeypatch):
             raise error
         real(*job)
 
-    monkeypatch.setattr(lookup, "_convert_rows", failing)
+    monkeypatch.setattr(module, name, failing)
+    monkeypatch.setattr(native, "BLOCK_BYTES", 8192)
     monkeypatch.setitem(convert.SLAB_BYTES, "cpu", 8192)
     before = weight.clone()
     expected = ConversionInterruptedError if isinstance(error, Exception) else type(error)
     with pytest.raises(expected) as caught:
-        convert_experts(
-            weight, scale, layout="aiter", in_place=True, collect_stats=with_stats, chunk_experts=1
-        )
+        convert._convert(weight, scale, "aiter", "mse", 1, True, with_stats, implementation)
     told = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
     assert "load both tensors again" in told
     assert not torch.equal(weight, before)
@@ -269,16 +278,17 @@ def test_interrupted_in_place(error, with_stats, monkeypatch):
         convert_experts(weight, scale, layout="aiter")
 
 
-def test_interrupted_elsewhere_leaves_the_source(monkeypatch):
+def test_interrupted_elsewhere_leaves_the_source(block_of, monkeypatch):
     weight, scale = random_experts()
+    implementation, module, name = block_of
     before = weight.clone(), scale.clone()
 
     def failing(*job):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(lookup, "_convert_rows", failing)
+    monkeypatch.setattr(module, name, failing)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
-        convert_experts(weight, scale, layout="aiter")
+        convert._convert(weight, scale, "aiter", "mse", 8, False, False, implementation)
     assert torch.equal(weight, before[0])
     assert torch.equal(scale, before[1])
 

@@ -86,20 +86,22 @@ def test_plain_and_dequantize(shape, converted_by, layout, scale_rule):
 
 
 @pytest.mark.parametrize("shape", [(2, 48, 384), (1, 16, 64), (2, 7, 96)], ids=str)
-def test_poisoned_buffers_are_written_whole_and_no_further(shape, layout, scale_rule, interpreted):
+def test_poisoned_buffers_are_written_whole_and_no_further(
+    shape, layout, scale_rule, interpreted, compiled
+):
     if layout == "aiter" and (shape[1] % 16 or shape[2] % 64):
         pytest.skip("aiter needs N % 16 == 0 and an even number of groups")
     weight, scale = random_experts(shape, seed=3)
     size, dtype = weight_spec(layout, shape)
     places = scale_shape(layout, shape)
-    for convert_slab in (convert.LOOKUP.convert, convert.NAIVE.convert, interpreted.convert):
+    for implementation in (convert.LOOKUP, convert.NAIVE, compiled, interpreted):
         results = []
         for poison in (0x55, 0x2A):
             guard = 64
             weights = torch.full((np.prod(size) + guard,), poison, dtype=dtype)
             scales = torch.full((np.prod(places) + guard,), poison, dtype=torch.int16)
             fresh = weights[-guard:].clone(), scales[-guard:].clone()
-            convert_slab(
+            implementation.convert(
                 weight,
                 scale,
                 layout,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mxfp4_reference import VALUES, brute_force, experts, normalized_error
 
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert, convert_experts
+from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert
 
 # A group as the codes it is made of and how often each occurs, so that rare mixtures are common.
 GROUPS = st.lists(st.tuples(st.integers(0, 15), st.integers(1, 31)), min_size=1, max_size=6).map(
@@ -66,10 +66,12 @@ def test_the_byte_only_moves_the_exponent(codes, byte):
 
 @SETTINGS
 @given(GROUPS, BYTES, st.sampled_from(["mse", "absmax"]))
-def test_lookup_is_the_definition(codes, byte, rule):
-    fast, slow = (converted(codes, byte, rule, i) for i in (convert.LOOKUP, convert.NAIVE))
-    assert np.array_equal(fast[0], slow[0])
-    assert fast[1] == slow[1]
+def test_the_cpu_paths_are_the_definition(compiled, codes, byte, rule):
+    slow = converted(codes, byte, rule, convert.NAIVE)
+    for implementation in (convert.LOOKUP, compiled):
+        fast = converted(codes, byte, rule, implementation)
+        assert np.array_equal(fast[0], slow[0])
+        assert fast[1] == slow[1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,14 +83,15 @@ def test_lookup_is_the_definition(codes, byte, rule):
     st.sampled_from(["aiter", "pack_quantized", "plain"]),
     st.integers(0, 2**32 - 1),
 )
-def test_any_shape_equals_the_definition(e, n, g, rule, layout, seed):
+def test_any_shape_equals_the_definition(compiled, e, n, g, rule, layout, seed):
     if layout == "aiter":
         n, g = 16 * (n // 8 + 1), 2 * g
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randint(0, 256, (e, n, 16 * g), generator=generator, dtype=torch.uint8)
     scale = torch.randint(0, 253, (e, n, g), generator=generator, dtype=torch.uint8)
     slow = convert._convert(weight, scale, layout, rule, 8, False, True, convert.NAIVE)
-    fast = convert_experts(weight, scale, layout=layout, scale_rule=rule, collect_stats=True)
-    assert torch.equal(fast.weight, slow.weight)
-    assert torch.equal(fast.scale.view(torch.int16), slow.scale.view(torch.int16))
-    assert fast.stats == slow.stats
+    for implementation in (convert.LOOKUP, compiled):
+        fast = convert._convert(weight, scale, layout, rule, 8, False, True, implementation)
+        assert torch.equal(fast.weight, slow.weight)
+        assert torch.equal(fast.scale.view(torch.int16), slow.scale.view(torch.int16))
+        assert fast.stats == slow.stats

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 
 import torch
 
-from . import lookup, naive
+from . import lookup, naive, native
+from .blocks import scale_part, slabs
 from .dequant import ConvertedExperts
 from .errors import ConversionInterruptedError
 from .inputs import (
@@ -23,7 +24,7 @@ from .inputs import (
     check_source,
     check_values,
 )
-from .layouts import AITER_ROWS, Layout, ScaleRule, is_aligned, scale_shape, weight_spec
+from .layouts import Layout, ScaleRule, is_aligned, scale_shape, weight_spec
 from .stats import ConversionStats, measure
 
 
@@ -46,38 +47,25 @@ class Implementation:
 
 NAIVE = Implementation(naive.convert_slab, lambda layout, groups: False, lookup.largest_byte)
 LOOKUP = Implementation(lookup.convert_slab, lookup.converts_in_place, lookup.largest_byte)
+NATIVE = Implementation(native.convert_slab, lookup.converts_in_place, lookup.largest_byte)
 
 # Packed bytes that are worked on at a time where the whole cannot be: with statistics, and in place
 # with an implementation that cannot write over its source.
 SLAB_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 
 
-def pick_implementation(device: torch.device) -> Implementation:
-    """The fastest implementation for tensors on `device`."""
+def pick_implementation(device: torch.device, packed_bytes: int = 0) -> Implementation:
+    """The fastest implementation for tensors on `device`, of which so many bytes are to be
+    converted: on a CPU few are not worth a compiler's time (see `native`)."""
     if device.type == "cuda" and find_spec("triton") is not None:
         from . import triton_kernel as fused
 
         return Implementation(
             fused.convert_slab, fused.converts_in_place, fused.largest_byte, fused.guard
         )
+    if device.type == "cpu" and native.is_worth(packed_bytes):
+        return NATIVE
     return LOOKUP
-
-
-def _slabs(
-    shape: tuple[int, int, int], chunk_experts: int, limit: int
-) -> Iterator[tuple[slice, slice]]:
-    """Expert and row ranges of at most `chunk_experts` experts and about `limit` packed bytes."""
-    e, n, k = shape
-    expert_bytes = n * k // 2
-    if expert_bytes <= limit:
-        step = min(chunk_experts, max(1, limit // max(1, expert_bytes)))
-        for start in range(0, e, step):
-            yield slice(start, min(e, start + step)), slice(0, n)
-        return
-    rows = max(AITER_ROWS, limit // (k // 2) // AITER_ROWS * AITER_ROWS)
-    for expert in range(e):
-        for start in range(0, n, rows):
-            yield slice(expert, expert + 1), slice(start, min(n, start + rows))
 
 
 def convert_experts(
@@ -130,7 +118,7 @@ def _convert(
     check_layout_fits(layout, shape)
     if in_place:
         check_in_place(weight, scale, layout)
-    work = implementation or pick_implementation(weight.device)
+    work = implementation or pick_implementation(weight.device, weight.numel())
     size, dtype = weight_spec(layout, shape)
     if in_place and weight.numel():
         out_weight = weight.view(dtype)
@@ -155,11 +143,11 @@ def _convert(
     else:
         check_values(weight, scale, work.largest_byte)
         with _whole_or_condemned(scale, in_place):
-            for experts, rows in _slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
+            for experts, rows in slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
                 source, source_scale = weight[experts, rows], scale[experts, rows]
                 slab = (source.shape[0], source.shape[1], shape[2])
                 new = torch.empty(weight_spec(layout, slab)[0], dtype=dtype, device=weight.device)
-                places = bits[experts, :, rows] if layout == "aiter" else bits[experts, rows]
+                places = scale_part(bits, layout, experts, rows)
                 work.convert(source, source_scale, layout, scale_rule, new, places)
                 if stats is not None:
                     stats = stats.merge(measure(source, source_scale, layout, new, places))

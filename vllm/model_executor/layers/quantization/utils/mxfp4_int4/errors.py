@@ -19,3 +19,8 @@ class ConversionDtypeError(ConversionInputError, TypeError):
 class ConversionInterruptedError(ConversionError, RuntimeError):
     """An in-place conversion stopped half way. The bytes are a mixture of MXFP4 and int4; every
     scale byte of the source was set to 255 (NaN), so that they cannot be used by mistake."""
+
+
+class NativeCodeError(ConversionError, RuntimeError):
+    """The compiled form of the CPU path cannot be had. Raised where the environment insists on it;
+    otherwise torch's form takes its place. Nothing was written."""

@@ -8,12 +8,12 @@ Each byte (two codes) is looked up in a table of what it adds to every candidate
 a lane, and a second table gives the new codes. Sums are exact, so the decisions are `naive`'s.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from itertools import pairwise
-from threading import Barrier, Event
 
 import torch
 
+from .blocks import run_blocks
 from .definition import (
     ABSMAX_FLOOR_BITS,
     ABSMAX_FLOOR_BYTE,
@@ -39,6 +39,7 @@ from .lookup_tables import (
 BLOCK_GROUPS = 32768
 ALL_GROUPS = 131072
 PACKED = 16  # bytes of a group
+Job = tuple[torch.Tensor, torch.Tensor, str, str, torch.Tensor, torch.Tensor]
 _NEGATIVE = sum((c < 0) << i for i, c in enumerate(CANDIDATES))
 
 
@@ -171,7 +172,7 @@ def convert_slab(
     e, n, g = scale.shape
     threads = torch.get_num_threads() if weight.device.type == "cpu" else 1
     rows = max(16, min(BLOCK_GROUPS, ALL_GROUPS // threads) // g // 16 * 16)
-    jobs = []
+    jobs: list[Job] = []
     for expert in range(e):
         for start, end in pairwise([*range(0, n, rows), n]):
             part = slice(start, end)
@@ -186,55 +187,12 @@ def convert_slab(
                     out_scale[expert][places],
                 )
             )
-    threads = min(threads, len(jobs))
-    inference = torch.is_inference_mode_enabled()  # torch keeps it per thread
-    stopped = Event()
-
-    def run(share: int) -> None:
-        with torch.inference_mode(inference):
-            buffers = Buffers(rows * g, layout, weight.device)
-            for job in jobs[share::threads]:
-                if stopped.is_set():
-                    return
-                _convert_rows(*job, buffers)
-
-    if threads == 1:
-        run(0)
-        return
     # Tables first, once, rather than by every thread.
     (mse_codes if scale_rule == "mse" else absmax_codes)(layout, weight.device)
     sum_table(weight.device)
-    with _Workers(threads) as pool:
-        try:
-            for _ in pool.map(run, range(threads)):
-                pass
-        except BaseException:
-            stopped.set()  # a failure or Ctrl-C need not wait for the other threads' shares
-            raise
 
+    def worker() -> Callable[[Job], None]:
+        buffers = Buffers(rows * g, layout, weight.device)
+        return lambda job: _convert_rows(*job, buffers)
 
-def _use_one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.get_num_threads()  # a thread's first question takes the count from the process, once
-
-
-class _Workers(ThreadPoolExecutor):
-    """Threads whose torch operations do not start threads of their own.
-
-    torch keeps OpenMP's thread count per calling thread, but MKL's and that of threads yet to
-    start is the one set last, so the caller's is set again once every worker has its own.
-    """
-
-    def __init__(self, threads: int) -> None:
-        outer = torch.get_num_threads()
-        super().__init__(threads, initializer=_use_one_thread)
-        ready = Barrier(threads + 1)
-        try:
-            for _ in range(threads):
-                self.submit(ready.wait)
-            ready.wait()
-        except BaseException:
-            ready.abort()
-            raise
-        finally:
-            torch.set_num_threads(outer)
+    run_blocks(jobs, threads, worker)

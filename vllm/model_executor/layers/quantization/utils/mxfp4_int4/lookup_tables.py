@@ -23,6 +23,7 @@ ROWS = 2 * BYTES
 WIDTH = 16  # columns of either kind in the sums; at least as many as candidates
 KEY = 16  # keys are 16 * error + candidate number
 NORM = 4096  # fits are sum(v*q) + 4096 * sum(q*q)
+SIGNED = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # by e2m1 code
 _NEVER = -(2.0**22)
 
 # The "absmax" code maps: by largest magnitude above the 1e-6 floor, then by byte under it.
@@ -70,25 +71,31 @@ def _code_table(maps: list[dict[int, int]], layout: str, device: torch.device) -
     return torch.cat(tables).to(torch.uint8 if layout == "pack_quantized" else torch.int16)
 
 
-@lru_cache(maxsize=12)
-def mse_codes(layout: str, device: torch.device) -> torch.Tensor:
-    """The codes of each candidate."""
-    signed = [sign * m for m in MAGNITUDES for sign in (1, -1)]
-    return _code_table(
-        [{v: candidate_code(v, c) for v in signed} for c in CANDIDATES], layout, device
-    )
+def mse_maps() -> list[dict[int, int]]:
+    """Value (half units) to code, by candidate."""
+    return [{v: candidate_code(v, c) for v in SIGNED} for c in CANDIDATES]
 
 
-@lru_cache(maxsize=12)
-def absmax_codes(layout: str, device: torch.device) -> torch.Tensor:
-    """The codes by largest magnitude, then by byte under the floor."""
+def absmax_maps() -> list[dict[int, int]]:
+    """Value to code, by largest magnitude, then by byte under the floor."""
 
     def code_map(largest: int, byte: int) -> dict[int, int]:
-        sizes = [m for m in MAGNITUDES if m <= largest]
-        return {s * m: absmax_code(s * m, largest, byte) for m in sizes for s in (1, -1)}
+        return {v: absmax_code(v, largest, byte) for v in SIGNED if abs(v) <= largest}
 
     maps = [code_map(m, 200) for m in MAGNITUDES]
     for byte in FLOOR_BYTES:
         sizes = [m for m, top in zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True) if byte <= top]
         maps.append(code_map(max(sizes), byte))
-    return _code_table(maps, layout, device)
+    return maps
+
+
+@lru_cache(maxsize=12)
+def mse_codes(layout: str, device: torch.device) -> torch.Tensor:
+    """The codes of each candidate."""
+    return _code_table(mse_maps(), layout, device)
+
+
+@lru_cache(maxsize=12)
+def absmax_codes(layout: str, device: torch.device) -> torch.Tensor:
+    """The codes by largest magnitude, then by byte under the floor."""
+    return _code_table(absmax_maps(), layout, device)
