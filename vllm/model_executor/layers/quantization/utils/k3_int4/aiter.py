@@ -11,15 +11,22 @@ import inspect
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.k3_int4.policy import Int4RefusedError
+from vllm.model_executor.layers.quantization.utils.k3_int4.policy import (
+    BY_FLAG,
+    Int4RefusedError,
+    Request,
+)
 
 ENTRY_MODULE = "aiter.ops.flydsl.kernels.moe_2stage_a16wmix"
 ENTRY = "flydsl_a16w4_gemm1"
 _NEEDED = f"AITER with the packed-int4 MoE entry point {ENTRY_MODULE}.{ENTRY}(..., act=...)"
-_REMEDY = "Install an AITER that has it, or start without the flag."
 
 
-def check_enabled() -> None:
+def _remedy(asked: Request) -> str:
+    return f"Install an AITER that has it, or {asked.fallback[0].lower()}{asked.fallback[1:]}."
+
+
+def check_enabled(asked: Request = BY_FLAG) -> None:
     """Refuse a machine without AITER, or where vLLM is told not to use its fused MoE.
 
     Imports nothing of AITER: the API server asks, and must not touch the GPU.
@@ -30,16 +37,17 @@ def check_enabled() -> None:
     from vllm import _aiter_ops
 
     if not _aiter_ops.is_aiter_found_and_supported():
-        raise Int4RefusedError("no AITER in this environment", _NEEDED, _REMEDY)
+        raise Int4RefusedError("no AITER in this environment", _NEEDED, _remedy(asked), asked)
     if not _aiter_ops.rocm_aiter_ops.is_fused_moe_enabled():
         raise Int4RefusedError(
             "AITER's fused MoE switched off",
             "it is the only kernel for int4 experts on gfx942",
             "Set VLLM_ROCM_USE_AITER=1 and VLLM_ROCM_USE_AITER_MOE=1.",
+            asked,
         )
 
 
-def check_entry_point() -> None:
+def check_entry_point(asked: Request = BY_FLAG) -> None:
     """Refuse an AITER that cannot compute SiTU with packed int4 weights. Imports AITER.
 
     Raises:
@@ -51,14 +59,18 @@ def check_entry_point() -> None:
         entry = getattr(importlib.import_module(ENTRY_MODULE), ENTRY)
     except (ImportError, AttributeError) as error:
         raise Int4RefusedError(
-            f"AITER {version} without that entry point ({error})", _NEEDED, _REMEDY
+            f"AITER {version} without that entry point ({error})",
+            _NEEDED,
+            _remedy(asked),
+            asked,
         ) from error
     if "act" not in inspect.signature(entry).parameters:
         raise Int4RefusedError(
             f"AITER {version}, whose {ENTRY} has no keyword 'act' and would compute SiLU in place "
             "of SiTU",
             _NEEDED,
-            _REMEDY,
+            _remedy(asked),
+            asked,
         )
     from vllm._aiter_ops import rocm_aiter_ops
 
@@ -66,7 +78,8 @@ def check_entry_point() -> None:
         raise Int4RefusedError(
             f"AITER {version}, whose ActivationType has no Situv2",
             f"{_NEEDED} and the activation Situv2",
-            _REMEDY,
+            _remedy(asked),
+            asked,
         )
 
 

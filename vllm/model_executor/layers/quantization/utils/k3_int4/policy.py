@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,31 @@ AITER_TILE = 128
 _spared: ContextVar[bool] = ContextVar("kimi_k3_int4_spared", default=False)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What asks for int4 experts.
+
+    Attributes:
+        what: as a refusal names it.
+        fallback: what to do where int4 experts cannot be, as a sentence without its end.
+    """
+
+    what: str
+    fallback: str
+
+
+BY_FLAG = Request(FLAG, "Start without the flag")
+BY_CHECKPOINT = Request(
+    "the checkpoint of packed int4 experts", "Serve the MXFP4 checkpoint that it was made from"
+)
+
+
 class Int4RefusedError(ValueError):
-    """The flag was given and cannot be honoured. The message says what was found, what is needed
+    """Int4 experts were asked for and cannot be. The message says what was found, what is needed
     and what to do."""
 
-    def __init__(self, found: str, needed: str, remedy: str) -> None:
-        super().__init__(f"{FLAG} is refused: found {found}; needed: {needed}. {remedy}")
+    def __init__(self, found: str, needed: str, remedy: str, asked: Request = BY_FLAG) -> None:
+        super().__init__(f"{asked.what} is refused: found {found}; needed: {needed}. {remedy}")
 
 
 class Target(StrEnum):
@@ -119,6 +139,8 @@ def scale_rule(vllm_config: "VllmConfig") -> ScaleRule:
 def check_config(vllm_config: "VllmConfig") -> None:
     """Refuse, before an engine starts, a flag that could not be honoured, whatever the model.
 
+    Without the flag, a checkpoint of packed int4 experts is looked at instead.
+
     Args:
         vllm_config: the scale rule is written to its `additional_config`, so that workers on other
             hosts, with another environment, use the same one.
@@ -126,7 +148,10 @@ def check_config(vllm_config: "VllmConfig") -> None:
     Raises:
         Int4RefusedError: see docs/int4.md for all reasons.
     """
+    from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
+
     if not is_requested(vllm_config):
+        checkpoint.check_config(vllm_config)
         return
     rule = scale_rule(vllm_config)
     _check_model(vllm_config)
@@ -137,6 +162,8 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
 
 def _check_model(vllm_config: "VllmConfig") -> None:
+    from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
+
     model = vllm_config.model_config
     architecture = model.architecture
     without = "Start without the flag."
@@ -145,6 +172,12 @@ def _check_model(vllm_config: "VllmConfig") -> None:
             f"the model {architecture}",
             f"Kimi-K3 ({', '.join(ARCHITECTURES)}), the only model whose experts it converts",
             without,
+        )
+    if checkpoint.is_packed(model):
+        raise Int4RefusedError(
+            "a checkpoint whose experts are int4 already (pack-quantized, groups of 32)",
+            "routed experts in MXFP4, which the flag converts",
+            f"{BY_FLAG.fallback}: the checkpoint is served as it is, with the scales it holds.",
         )
     if model.quantization != "mxfp4":
         found = model.quantization or "unquantized weights"
@@ -222,7 +255,7 @@ def find_target() -> Target:
     return Target.GFX942
 
 
-def check_layer(moe: "FusedMoEConfig", target: Target) -> None:
+def check_layer(moe: "FusedMoEConfig", target: Target, asked: Request = BY_FLAG) -> None:
     """Refuse a MoE layer that the int4 experts cannot compute, before it has any weight.
 
     Raises:
@@ -234,7 +267,8 @@ def check_layer(moe: "FusedMoEConfig", target: Target) -> None:
         raise Int4RefusedError(
             f"experts with the activation {moe.activation.value}",
             "SiTU, Kimi-K3's activation",
-            "Start without the flag.",
+            f"{asked.fallback}.",
+            asked,
         )
     for name in ("activation_situ_beta", "activation_situ_linear_beta"):
         if getattr(moe, name) is None:
@@ -242,6 +276,7 @@ def check_layer(moe: "FusedMoEConfig", target: Target) -> None:
                 f"no {name} in the model's config.json",
                 "both SiTU constants (Kimi-K3: 4.0 and 25.0)",
                 "Take config.json from the model's own repository.",
+                asked,
             )
     backends = ("auto", "cpu" if target is Target.CPU else "aiter")
     if moe.moe_backend not in backends:
@@ -249,6 +284,7 @@ def check_layer(moe: "FusedMoEConfig", target: Target) -> None:
             f"--moe-backend {moe.moe_backend}",
             f"one of {', '.join(backends)}",
             "Leave --moe-backend out.",
+            asked,
         )
     inner, hidden = moe.intermediate_size_per_partition, moe.hidden_dim
     if inner % GROUP:
@@ -256,12 +292,14 @@ def check_layer(moe: "FusedMoEConfig", target: Target) -> None:
             f"an intermediate size of {inner} per rank",
             f"a multiple of {GROUP}: a group of {GROUP} values has one scale and cannot be split",
             "Use fewer tensor-parallel ranks or --enable-expert-parallel.",
+            asked,
         )
     if hidden % GROUP_PAIR:
         raise Int4RefusedError(
             f"a (latent) hidden size of {hidden}",
             f"a multiple of {GROUP_PAIR}: the kernel reads two groups of {GROUP} at a time",
-            "Start without the flag.",
+            f"{asked.fallback}.",
+            asked,
         )
 
 

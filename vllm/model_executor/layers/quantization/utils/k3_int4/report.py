@@ -46,7 +46,7 @@ class LoadReport:
 
     Attributes:
         model_config: kept, so that its id stays its own.
-        scale_rule: by which all layers are converted.
+        scale_rule: by which all layers are converted; None where the checkpoint holds int4.
         awaited: layers that were constructed and have never been converted.
         loads: the layers of each first load. A draft model, which is loaded after the target and
             under its configuration, is a load of its own.
@@ -54,7 +54,7 @@ class LoadReport:
     """
 
     model_config: object
-    scale_rule: str
+    scale_rule: str | None
     awaited: int = 0
     loads: list[frozenset[str]] = field(default_factory=list)
     records: dict[str, LayerRecord] = field(default_factory=dict)
@@ -82,16 +82,24 @@ class LoadReport:
         """Return the line about these layers."""
         seconds = sum(record.seconds for record in records)
         volume = sum(record.source_bytes for record in records)
+        peaks = [r.peak_extra_bytes for r in records if r.peak_extra_bytes is not None]
+        peak = f"{max(peaks) / 2**20:.1f} MiB" if peaks else "not measured here"
+        what = (
+            f"int4 experts, rank {_rank()}: {len(records)} layers with "
+            f"{sum(record.experts for record in records)} experts"
+        )
+        rate = f"{volume / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+        if self.scale_rule is None:
+            return (
+                f"{what} laid out as the checkpoint holds them in {seconds:.2f} s ({rate}), "
+                f"nothing converted; peak extra memory {peak}"
+            )
         stats = ConversionStats().merge(*(record.stats for record in records))
         # Groups of zeros are exact in any form; padding is nothing else.
         filled = max(1, stats.groups - stats.zero_groups)
         exact = (stats.exact_groups - stats.zero_groups) / filled
-        peaks = [r.peak_extra_bytes for r in records if r.peak_extra_bytes is not None]
-        peak = f"{max(peaks) / 2**20:.1f} MiB" if peaks else "not measured here"
         return (
-            f"int4 experts, rank {_rank()}: {len(records)} layers with "
-            f"{sum(record.experts for record in records)} experts converted in {seconds:.2f} s "
-            f"({volume / max(seconds, 1e-9) / 1e9:.2f} GB/s of MXFP4), scale rule "
+            f"{what} converted in {seconds:.2f} s ({rate} of MXFP4), scale rule "
             f"{self.scale_rule}; relative squared error {stats.relative_squared_error:.4%}, "
             f"{exact:.1%} of groups exact (one expert a layer measured, {filled} groups); peak "
             f"extra memory {peak}, new scales included"
@@ -101,7 +109,7 @@ class LoadReport:
 _reports: weakref.WeakValueDictionary[int, LoadReport] = weakref.WeakValueDictionary()
 
 
-def report_for(model_config: object, scale_rule: str) -> LoadReport:
+def report_for(model_config: object, scale_rule: str | None) -> LoadReport:
     """Return the report of a model, which lives as long as one of its layers refers to it."""
     report = _reports.get(id(model_config))
     if report is None:

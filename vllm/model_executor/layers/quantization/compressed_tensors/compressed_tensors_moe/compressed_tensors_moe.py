@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""A checkpoint with Kimi-K3's experts in packed int4 is served on the CPU platform and on gfx942.
+
+Ledger
+    What: `CompressedTensorsMoEMethod.get_moe_method` returns `PackedInt4MoEMethod` for SiTU experts
+        in `pack-quantized` symmetric int4 with groups of 32, on the CPU platform and on gfx942 with
+        AITER's fused MoE; on the CPU platform `Mxfp4MoEMethod` for those that a checkpoint keeps in
+        MXFP4 beside them.
+    Why: on a CPU upstream has no experts for SiTU with either, and on gfx942 none but the
+        emulation, which expands int4 to bfloat16, four times the memory.
+    How: wrap one static method; any other scheme, activation, GPU or `--moe-backend` goes to
+        upstream as before.
+    Upstream: none yet.
+    Remove when: upstream's WNA16 experts support `MoEActivation.SITU` on both.
+"""
+
+from wrapt import patch_function_wrapper
+
+from vllm.platforms import current_platform
+from vllm_overlay import require
+
+require(
+    f"{__name__}:CompressedTensorsMoEMethod.get_moe_method",
+    parameters=("quant_config", "layer", "layer_name"),
+)
+_method = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
+require(f"{_method}._build_moe_kernel", parameters=("self", "layer"))
+require(f"{_method}.get_fused_moe_quant_config", parameters=("self", "layer"))
+require(
+    "vllm.model_executor.layers.fused_moe:FusedMoEMethodBase.__init__", parameters=("self", "moe")
+)
+
+
+@patch_function_wrapper(__name__, "CompressedTensorsMoEMethod.get_moe_method")
+def _serve_int4(wrapped, instance, args, kwargs):
+    def choose(quant_config, layer, layer_name):
+        from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
+
+        form = checkpoint.expert_format(quant_config, layer, layer_name)
+        if form == checkpoint.INT4_FORMAT:
+            target = checkpoint.find_target(layer.moe_config.moe_backend)
+            if target is not None:
+                from vllm.model_executor.layers.quantization.utils.k3_int4 import packed_method
+
+                return packed_method.PackedInt4MoEMethod(layer.moe_config, target)
+        elif form == checkpoint.MXFP4_FORMAT and current_platform.is_cpu():
+            from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+            return Mxfp4MoEMethod(layer.moe_config)
+        return wrapped(quant_config, layer, layer_name)
+
+    return choose(*args, **kwargs)
