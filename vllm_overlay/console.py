@@ -48,8 +48,8 @@ def _deferred() -> ModuleType:
     return module
 
 
-def main() -> None:
-    """Run the command line of the overlay tree."""
+def load(name: str) -> ModuleType:
+    """A module of the command line's package, in a process that has not imported vLLM."""
     sys.modules[PACKAGE] = _deferred()
     folder = overlay_root().joinpath(*_COMMAND_LINE.split(".")[1:])
     spec = importlib.util.spec_from_file_location(
@@ -60,7 +60,12 @@ def main() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules[_COMMAND_LINE] = package
     spec.loader.exec_module(package)
-    command_line = importlib.import_module(f"{_COMMAND_LINE}.cli")
+    return importlib.import_module(f"{_COMMAND_LINE}.{name}")
+
+
+def main() -> None:
+    """Run the command line of the overlay tree."""
+    command_line = load("cli")
     try:
         command_line.main()
     except ModuleNotFoundError as error:

@@ -4,6 +4,7 @@
 
 import typer
 
+from vllm.entrypoints.kimi_k3.convert import convert
 from vllm.entrypoints.kimi_k3.doctor import doctor
 from vllm.entrypoints.kimi_k3.make_checkpoint import make_checkpoint
 from vllm.entrypoints.kimi_k3.output import run
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("convert")(convert)
 app.command("doctor")(doctor)
 app.command("make-checkpoint")(make_checkpoint)
 app.command("plan")(plan)

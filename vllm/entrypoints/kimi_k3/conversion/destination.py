@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -21,7 +21,12 @@ from secrets import token_hex
 from typing import Any
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, FileRecord, ShardRecord
+from vllm.entrypoints.kimi_k3.conversion.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    ShardRecord,
+)
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, shown
 from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 
@@ -75,11 +80,11 @@ class Destination:
             return "new"
         if not self.folder.is_dir():
             raise ConversionFailed(f"{shown(self.folder)}: expected a folder, found a file")
-        if self.work.is_dir():
+        if (self.work / _PLAN).exists():
             return "begun"
         if (self.folder / MANIFEST_NAME).exists():
             return "finished"
-        return "foreign" if any(self.folder.iterdir()) else "new"
+        return "foreign" if any(f.name != WORK_NAME for f in self.folder.iterdir()) else "new"
 
     def check_may_begin(self, resume: bool) -> None:
         """Refuse a folder with files in it, unless they are ours and the run is to continue.
@@ -116,16 +121,34 @@ class Destination:
         Raises:
             ConversionFailed: Another run holds it.
         """
-        self.work.mkdir(parents=True, exist_ok=True)
+        made = not self.folder.exists()
+        try:
+            lock = self._lock()
+        except OSError as error:
+            raise ConversionFailed(
+                f"{shown(self.folder)}: cannot be written: {error.strerror}. Nothing was written"
+            ) from error
+        try:
+            yield lock
+        finally:
+            # Refused before anything was begun: leave no trace.
+            if self.work.is_dir() and not (self.work / _PLAN).exists():
+                self.finish()
+                if made:
+                    self.folder.rmdir()
+            os.close(lock)
+
+    def _lock(self) -> int:
         path = self.work / _LOCK
         deadline = time.monotonic() + _LOCK_WAIT
         while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self.work.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The run before may have finished and removed the file in between.
                 if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                    break
+                    return lock
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     os.close(lock)
@@ -136,38 +159,49 @@ class Destination:
                     f"{shown(self.folder)}: another process is converting into this folder. "
                     "Nothing was written. Wait for it, or name another folder"
                 )
-            self.work.mkdir(parents=True, exist_ok=True)
             time.sleep(0.05)
-        try:
-            yield lock
-        finally:
-            os.close(lock)
 
-    def agree_on(self, plan: dict[str, Any]) -> None:
-        """Write down what is being done, or compare it with what an earlier run has written down.
+    def read_plan(self) -> dict[str, Any] | None:
+        """What an earlier run has written down about itself; None if there is nothing of use."""
+        try:
+            found = json.loads((self.work / _PLAN).read_bytes())
+        except (FileNotFoundError, ValueError):
+            found = None
+        return found if isinstance(found, dict) else None
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Write down what is being done. Without an account of it, finished shards mean nothing."""
+        if self.read_plan() is None:
+            for record in self.work.glob("*.json"):
+                record.unlink()
+        self.write(_PLAN, json.dumps(plan).encode(), hidden=True)
+
+    def manifest(self) -> Manifest:
+        """The manifest.
 
         Raises:
-            ConversionFailed: The folder belongs to another source, rule or selection.
+            ConversionFailed: There is none, or it is damaged.
         """
         try:
-            earlier = json.loads((self.work / _PLAN).read_bytes())
-        except (FileNotFoundError, ValueError):
-            self.write(_PLAN, json.dumps(plan).encode(), hidden=True)
-            return
-        differ = [
-            f"{name}: {earlier.get(name)!r} then, {plan[name]!r} now"
-            if not isinstance(plan[name], dict)
-            else f"{name}: other headers"
-            for name in plan
-            if earlier.get(name) != plan[name]
-        ]
-        if differ:
+            return Manifest.read(self.folder)
+        except FileNotFoundError as error:
             raise ConversionFailed(
-                f"{shown(self.folder)} was begun as another conversion:",
-                differ,
-                "Nothing was written. Resume with the source and the options of then, or name a "
-                "new folder.",
-            )
+                f"{shown(self.folder)}: expected a finished conversion, found no {MANIFEST_NAME}"
+            ) from error
+        except ValueError as error:
+            raise ConversionFailed(f"{error}. Convert into a new folder") from error
+
+    def finished_records(self) -> dict[str, ShardRecord]:
+        """Shards of a finished conversion by its manifest, if there is one."""
+        try:
+            return Manifest.read(self.folder).shards
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def free_bytes(self) -> int:
+        """Bytes that can be written where the folder is, or will be."""
+        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        return shutil.disk_usage(place).free
 
     def write(self, name: str, data: bytes, *, hidden: bool = False) -> FileRecord:
         """Write a small file whole."""
@@ -247,11 +281,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def digest_file(path: Path) -> FileRecord:
+def digest_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileRecord:
     """Size and SHA-256 of a file, read whole."""
-    digest, count = sha256(), 0
+    digest, size = sha256(), 0
+    buffer = memoryview(bytearray(COPY_PIECE))
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(COPY_PIECE):
-            digest.update(piece)
-            count += len(piece)
-    return FileRecord(count, digest.hexdigest())
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            on_bytes(count)
+    return FileRecord(size, digest.hexdigest())

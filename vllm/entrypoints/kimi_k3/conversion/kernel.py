@@ -73,6 +73,39 @@ def convert_rows(
     return _bytes(out.weight), _bytes(out.scale)
 
 
+def library_agrees(codes: memoryview, scales: memoryview, rows: int, columns: int) -> bool:
+    """Whether compressed-tensors decompresses int4 bytes to the values that this project reads.
+
+    Args:
+        codes: Of `convert_rows`.
+        scales: Of `convert_rows`.
+        rows: How many.
+        columns: Values of a row.
+    """
+    import torch
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    package = load_package()
+    packed = torch.frombuffer(codes, dtype=torch.int32).view(rows, -1)
+    scale = torch.frombuffer(scales, dtype=torch.bfloat16).view(rows, -1)
+    state = {
+        "weight_packed": packed,
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    theirs = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+    ours = package.dequantize(
+        package.ConvertedExperts(packed[None], scale[None]),
+        "pack_quantized",
+        (1, rows, columns),
+        theirs.dtype,
+    )
+    return torch.equal(theirs, ours[0])
+
+
 def shape_bytes(rows: int, columns: int) -> bytes:
     """`weight_shape` as compressed-tensors writes it: int64 `[N, K]`."""
     return struct.pack("<2q", rows, columns)

@@ -2,77 +2,43 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`convert_checkpoint`: everything is judged before a byte is written, and the index comes last."""
 
+import errno
 import importlib.metadata
-import json
-from dataclasses import dataclass
+import os
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp, digest_file
-from vllm.entrypoints.kimi_k3.conversion.layout import Layout, plan_shard
+from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp
+from vllm.entrypoints.kimi_k3.conversion.kept import prove_kept
 from vllm.entrypoints.kimi_k3.conversion.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
     ShardRecord,
 )
-from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions
-from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
-from vllm.entrypoints.kimi_k3.conversion.selection import Selection, select
-from vllm.entrypoints.kimi_k3.conversion.shard import Job, convert_shard
-from vllm.entrypoints.kimi_k3.conversion.source import Module, Source, read_source
+from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions, shown
+from vllm.entrypoints.kimi_k3.conversion.plan import Plan, check_same, fingerprint, make_plan
+from vllm.entrypoints.kimi_k3.conversion.pool import Outcome, run_here, run_workers
+from vllm.entrypoints.kimi_k3.conversion.progress import Progress
+from vllm.entrypoints.kimi_k3.conversion.shard import Job
+from vllm.entrypoints.kimi_k3.conversion.verify import verify_checkpoint
 
 _TOOLS = ("vllm-kimi-k3", "torch")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be done.
-
-    Attributes:
-        source: Read and judged.
-        selection: The modules to convert.
-        layouts: Shard -> what its result will hold.
-        modules: Shard -> modules to convert that have a tensor in it.
-    """
-
-    source: Source
-    selection: Selection
-    layouts: dict[str, Layout]
-    modules: dict[str, tuple[Module, ...]]
-
-    def fingerprint(self, options: ConvertOptions) -> dict[str, Any]:
-        """What has to be the same for two runs to be one conversion."""
-        return {
-            "source": str(self.source.folder),
-            "scale_rule": options.scale_rule,
-            "include": list(options.include),
-            "exclude": list(options.exclude),
-            "shards": {name: header.digest for name, header in self.source.headers.items()},
-        }
-
-
-def make_plan(folder: Path, options: ConvertOptions) -> Plan:
-    """Read a source and decide what is to be done. Writes nothing.
-
-    Raises:
-        ConversionFailed: With every problem found.
-    """
-    source = read_source(folder)
-    selection = select(source.modules, options.include, options.exclude)
-    modules: dict[str, list[Module]] = {name: [] for name in source.headers}
-    for module in selection.modules.values():
-        for name in {module.packed_in, module.scale_in}:
-            modules[name].append(module)
-    layouts = {
-        name: plan_shard(name, header, modules[name]) for name, header in source.headers.items()
-    }
-    return Plan(source, selection, layouts, {n: tuple(found) for n, found in modules.items()})
+# Below this one process is done before another has imported torch.
+_ALONE_BYTES = 1 << 30
+# More workers read and write more shards at once than disks like; their threads fill the cores.
+_MOST_WORKERS = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RESUME = "The finished shards are kept; run again with --resume."
 
 
 def convert_checkpoint(
-    source: Path, destination: Path, options: ConvertOptions | None = None
+    source: Path,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Convert a checkpoint's MXFP4 modules to int4 and copy all else.
 
@@ -80,6 +46,7 @@ def convert_checkpoint(
         source: Folder with config.json and safetensors shards; links are followed.
         destination: New or empty, or begun by an earlier run and ``options.resume``.
         options: How.
+        progress: Who is told.
 
     Returns:
         The manifest, as it stands in the destination.
@@ -88,97 +55,149 @@ def convert_checkpoint(
         ConversionFailed: It cannot be done; nothing was written, or what was can be resumed.
         OSError: A file cannot be read or written; finished shards are kept for a resume.
     """
-    options = options or ConvertOptions()
+    options, progress = options or ConvertOptions(), progress or Progress()
     target = Destination(destination)
     target.check_apart(source.resolve())
     target.check_may_begin(options.resume)
     plan = make_plan(source, options)
-    with target.locked():
-        target.check_may_begin(options.resume or target.state() == "begun")
-        target.agree_on(plan.fingerprint(options))
+    _check_space(plan, target)
+    with target.locked() as lock:
+        target.check_may_begin(options.resume)
+        _agree(plan, target)
         target.sweep()
         target.withdraw_index()
-        records = {name: _kept(plan, target, name) for name in plan.layouts}
-        for name, kept in records.items():
-            if kept is None:
-                records[name] = _convert(plan, target, name, options)
-        done = {name: record for name, record in records.items() if record is not None}
-        manifest = _complete(plan, target, options, done)
+        try:
+            records = prove_kept(plan, target, progress)
+            waiting = [name for name in plan.layouts if name not in records]
+            records |= _convert(plan, target, waiting, progress, lock)
+            manifest = _complete(plan, target, records)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise _no_space(plan, target, str(error.filename or target.folder)) from error
+        finally:
+            target.sweep()
         target.finish()
+    if options.verify:
+        verify_checkpoint(source, destination, options, progress)
     return manifest
 
 
-def _kept(plan: Plan, target: Destination, name: str) -> ShardRecord | None:
-    """The record of a shard that an earlier run finished, proven by its checksum."""
-    found = target.remembered(name)
-    file = target.folder / name
-    if found is None or not file.is_file():
-        return None
-    record, stamps = found
-    if stamps != _stamps(plan, name) or digest_file(file) != record.result:
-        return None
-    return record
+def worker_count(options: ConvertOptions, shards: int, size: int) -> int:
+    """How many processes share so many shards of so many bytes in all."""
+    if options.workers is not None:
+        return min(options.workers, max(1, shards))
+    if size < _ALONE_BYTES:
+        return 1
+    return max(1, min(len(os.sched_getaffinity(0)), shards, _MOST_WORKERS))
 
 
-def _stamps(plan: Plan, name: str) -> dict[str, Stamp]:
+def outcomes(
+    jobs: list[Job], options: ConvertOptions, size: int, progress: Progress, *locks: int
+) -> Generator[Outcome]:
+    """Do the jobs wherever the options say."""
+    if options.ray:
+        from vllm.entrypoints.kimi_k3.conversion.ray_tasks import run_ray
+
+        return run_ray(jobs, progress.advance)
+    workers = worker_count(options, len(jobs), size)
+    if workers == 1:
+        return run_here(jobs, progress.advance)
+    return run_workers(jobs, workers, progress.advance, locks)
+
+
+def _agree(plan: Plan, target: Destination) -> None:
+    """Write down what is being done, or compare it with what an earlier run has written down."""
+    earlier = target.read_plan()
+    if earlier is None and (target.folder / MANIFEST_NAME).exists():
+        earlier = fingerprint(target.manifest())
+    if earlier is not None:
+        check_same(target.folder, earlier, plan)
+    target.write_plan(plan.fingerprint())
+
+
+def _convert(
+    plan: Plan, target: Destination, names: list[str], progress: Progress, lock: int
+) -> dict[str, ShardRecord]:
+    """Convert shards; every one that can be converted is, whatever becomes of the others."""
+    stamps = {name: stamp_sources(plan, name) for name in names}
+    paths = {name: target.partial_path(name) for name in names}
+    jobs = [plan.job(name, paths[name]) for name in names]
+    size = sum(plan.source.headers[name].size for name in names)
+    total, finished = len(plan.layouts), len(plan.layouts) - len(names)
+    progress.phase("converting", size)
+    records: dict[str, ShardRecord] = {}
+    problems: list[str] = []
+    # Closed whatever happens here, so that no worker writes on while its file is removed.
+    with closing(outcomes(jobs, plan.options, size, progress, lock)) as done:
+        for outcome in done:
+            name, found = outcome.name, outcome.found
+            if "error" in found:
+                if found.get("errno") in _FULL:
+                    raise _no_space(plan, target, name)
+                problems.append(found["error"])
+                paths[name].unlink(missing_ok=True)
+                continue
+            if stamp_sources(plan, name) != stamps[name]:
+                problems.append(f"{shown(name)}: its source changed while it was read")
+                continue
+            records[name] = ShardRecord.from_json(found["record"])
+            target.remember(name, records[name], stamps[name])
+            target.place(paths[name], name)
+            finished += 1
+            progress.shard(name, finished, total)
+    if problems:
+        raise ConversionFailed(
+            f"{len(problems)} of {total} shards could not be converted:", problems, _RESUME
+        )
+    return records
+
+
+def stamp_sources(plan: Plan, name: str) -> dict[str, Stamp]:
     """Stamps of the source files that a result shard is made of."""
-    files = {name}
-    for module in plan.modules[name]:
-        files |= {module.packed_in, module.scale_in}
-    return {file: Stamp.of(plan.source.folder / file) for file in sorted(files)}
+    return {file: Stamp.of(plan.source.folder / file) for file in sorted(plan.needed(name))}
 
 
-def _convert(plan: Plan, target: Destination, name: str, options: ConvertOptions) -> ShardRecord:
-    stamps = _stamps(plan, name)
-    partial = target.partial_path(name)
-    job = Job(
-        str(plan.source.folder),
-        name,
-        str(partial),
-        plan.modules[name],
-        options.scale_rule,
-        options.device,
+def _check_space(plan: Plan, target: Destination) -> None:
+    missing = sum(
+        layout.size for name, layout in plan.layouts.items() if not (target.folder / name).is_file()
     )
-    try:
-        record = convert_shard(job)
-        if _stamps(plan, name) != stamps:
-            raise ConversionFailed(f"{name}: the source changed while it was read")
-        target.remember(name, record, stamps)
-        target.place(partial, name)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return record
+    needed, free = missing + plan.other_bytes, target.free_bytes()
+    if needed > free:
+        raise ConversionFailed(
+            f"{shown(target.folder)}: expected {needed:,} bytes free for {plan.result_bytes:,} "
+            f"bytes of shards and the files beside them, found {free:,}. Nothing was written. "
+            "Free some, or name a folder on another disk"
+        )
 
 
-def _complete(
-    plan: Plan,
-    target: Destination,
-    options: ConvertOptions,
-    records: dict[str, ShardRecord],
-) -> Manifest:
+def _no_space(plan: Plan, target: Destination, where: str) -> ConversionFailed:
+    missing = sum(
+        layout.size for name, layout in plan.layouts.items() if not (target.folder / name).is_file()
+    )
+    return ConversionFailed(
+        f"{shown(where)}: no space left, or a limit on file sizes was reached, in "
+        f"{shown(target.folder)}. The shards still to be written take {missing:,} bytes; "
+        f"{target.free_bytes():,} are free. What was incomplete was removed. {_RESUME}"
+    )
+
+
+def _complete(plan: Plan, target: Destination, records: dict[str, ShardRecord]) -> Manifest:
     """Write everything but the shards; the index last."""
     files: dict[str, FileRecord] = {
         name: target.copy(plan.source.folder / name, name) for name in plan.source.others
     }
-    config = converted_config(plan.source.config, plan.selection.converted, plan.selection.kept)
-    files["config.json"] = target.write("config.json", json.dumps(config, indent=2).encode())
+    files["config.json"] = target.write("config.json", plan.config_text())
+    options = plan.options
     manifest = Manifest(
         source=str(plan.source.folder),
         scale_rule=options.scale_rule,
         include=options.include,
         exclude=options.exclude,
-        shards=records,
+        shards={name: records[name] for name in plan.layouts},
         files=files,
         tools={name: importlib.metadata.version(name) for name in _TOOLS},
     )
     target.write(MANIFEST_NAME, manifest.text().encode())
-    index = {
-        "metadata": plan.source.index_metadata
-        | {"total_size": sum(layout.data_bytes for layout in plan.layouts.values())},
-        "weight_map": {
-            tensor.name: name for name, layout in plan.layouts.items() for tensor in layout.tensors
-        },
-    }
-    target.write(INDEX_NAME, (json.dumps(index, indent=1) + "\n").encode())
+    target.write(INDEX_NAME, plan.index_text())
     return manifest

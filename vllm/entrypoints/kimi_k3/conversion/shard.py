@@ -36,10 +36,11 @@ class Job:
     Attributes:
         source: The source's folder.
         name: The shard's file name.
-        partial: Where to write.
+        partial: Where to write; with ``expected``, what to read and compare.
         modules: To convert, each with a tensor in this shard.
         scale_rule: Of the conversion.
         device: "cpu" or "cuda".
+        expected: For `check_shard`: what the manifest says.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Job:
     modules: tuple[Module, ...]
     scale_rule: str
     device: str
+    expected: ShardRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -57,7 +59,8 @@ class Job:
     def from_dict(cls, found: dict[str, Any]) -> Self:
         """The inverse of `as_dict`."""
         modules = tuple(Module(**module) for module in found["modules"])
-        return cls(**(found | {"modules": modules}))
+        expected = found["expected"] and ShardRecord.from_json(found["expected"])
+        return cls(**(found | {"modules": modules, "expected": expected}))
 
 
 def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None) -> ShardRecord:
@@ -75,14 +78,13 @@ def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None
         OSError: A file cannot be read or written.
     """
     with ExitStack() as stack:
-        work = _Work(job, stack, on_bytes)
-        work.write_head()
-        for _, step in sorted(work.steps(), key=lambda step: step[0]):
-            step()
-        return work.finish()
+        work = Work(job, stack, on_bytes)
+        work.run()
+        os.fsync(work.result)
+        return work.record()
 
 
-class _Work:
+class Work:
     """The open files, buffers and checksums of one job."""
 
     def __init__(self, job: Job, stack: ExitStack, on_bytes: Callable[[int], None]) -> None:
@@ -98,17 +100,29 @@ class _Work:
                 stack.callback(os.close, self.files[name])
         self.source = self.files[job.name]
         self.layout = plan_shard(job.name, self.headers[job.name], job.modules)
-        new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self.result = os.open(job.partial, new, 0o666)
-        stack.callback(os.close, self.result)
+        self.result = self.open_result(stack)
         size = self.headers[job.name].size
         self.source_digest = RunningDigest(self.source, size, whole=True)
         stack.callback(self.source_digest.stop)
-        self.result_digest = RunningDigest(self.result, self.layout.size, whole=False)
+        size = os.fstat(self.result).st_size or self.layout.size
+        self.result_digest = RunningDigest(self.result, size, whole=job.expected is not None)
         stack.callback(self.result_digest.stop)
         self.buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(_BUFFERS):
             self.buffers.put(memoryview(bytearray(PIECE)))
+
+    def open_result(self, stack: ExitStack) -> int:
+        """The result's descriptor."""
+        new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        result = os.open(self.job.partial, new, 0o666)
+        stack.callback(os.close, result)
+        return result
+
+    def run(self) -> None:
+        """Go through the source once, in its order."""
+        self.write_head()
+        for _, step in sorted(self.steps(), key=lambda step: step[0]):
+            step()
 
     def steps(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """What is to be done, each with the place in the source where it reads."""
@@ -123,11 +137,12 @@ class _Work:
 
     def write_head(self) -> None:
         """Write all that is known beforehand, which comes first in the file."""
-        self.write(0, memoryview(self.layout.header))
+        self.write("the header", 0, memoryview(self.layout.header))
         for module in self.job.modules:
             if module.packed_in == self.job.name:
                 shape = shape_bytes(module.rows, module.columns)
-                self.write(self.layout.starts[f"{module.name}.{SHAPE}"], memoryview(shape))
+                name = f"{module.name}.{SHAPE}"
+                self.write(name, self.layout.starts[name], memoryview(shape))
 
     def copy(self, tensor: Tensor, source: int) -> None:
         """Copy a tensor that stays as it is."""
@@ -135,11 +150,10 @@ class _Work:
             count = min(PIECE, tensor.nbytes - at)
             buffer = self.buffers.get()
             piece = buffer[:count]
-            _read(self.source, source + at, piece)
-            _write(self.result, self.layout.starts[tensor.name] + at, piece)
+            read_exactly(self.source, source + at, piece)
             back = _Shared(2, partial(self.buffers.put, buffer))
             self.source_digest.offer(source + at, piece, back)
-            self.result_digest.offer(self.layout.starts[tensor.name] + at, piece, back)
+            self.write(tensor.name, self.layout.starts[tensor.name] + at, piece, back)
             self.on_bytes(count)
 
     def convert(self, module: Module) -> None:
@@ -158,8 +172,8 @@ class _Work:
                 buffer = memoryview(bytearray(rows * codes_row))
             codes = buffer[: rows * codes_row]
             scales = memoryview(bytearray(rows * scales_row))
-            _read(self.files[module.packed_in], codes_at + row * codes_row, codes)
-            _read(self.files[module.scale_in], scales_at + row * scales_row, scales)
+            read_exactly(self.files[module.packed_in], codes_at + row * codes_row, codes)
+            read_exactly(self.files[module.scale_in], scales_at + row * scales_row, scales)
             try:
                 new, new_scales = convert_rows(
                     codes, scales, rows, self.job.scale_rule, self.job.device
@@ -171,29 +185,39 @@ class _Work:
             back = partial(self.buffers.put, buffer)
             if module.packed_in == self.job.name:
                 self.source_digest.offer(codes_at + row * codes_row, codes, back)
-                self.write(starts[packed] + row * codes_row, new)
+                self.write(packed, starts[packed] + row * codes_row, new)
                 self.on_bytes(len(codes))
             else:
                 back()
             if module.scale_in == self.job.name:
                 if module.packed_in == module.scale_in and scales_at == codes_at + len(codes):
                     self.source_digest.offer(scales_at, scales)
-                self.write(starts[scale] + row * 2 * scales_row, new_scales)
+                self.write(scale, starts[scale] + row * 2 * scales_row, new_scales)
                 self.on_bytes(len(scales))
 
-    def write(self, at: int, data: memoryview) -> None:
-        """Write bytes that nobody changes any more."""
-        _write(self.result, at, data)
-        self.result_digest.offer(at, data)
+    def write(
+        self, name: str, at: int, data: memoryview, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """Put bytes in their place; they must not change before `release` is called."""
+        if self.put(name, at, data):
+            self.result_digest.offer(at, data, release)
+        else:
+            release()
 
-    def finish(self) -> ShardRecord:
-        """Bring the file to the disk."""
-        os.fsync(self.result)
+    def put(self, name: str, at: int, data: memoryview) -> bool:
+        """Write bytes of the tensor `name`. Whether the file holds them now."""
+        while data:
+            count = os.pwrite(self.result, data, at)
+            data, at = data[count:], at + count
+        return True
+
+    def record(self) -> ShardRecord:
+        """Wait for the checksums."""
         header = self.headers[self.job.name]
         return ShardRecord(
             FileRecord(header.size, self.source_digest.finish()),
             header.digest,
-            FileRecord(self.layout.size, self.result_digest.finish()),
+            FileRecord(os.fstat(self.result).st_size, self.result_digest.finish()),
             tuple(module.name for module in self.job.modules),
         )
 
@@ -214,16 +238,21 @@ class _Shared:
             self.last()
 
 
-def _read(file: int, at: int, view: memoryview) -> None:
-    """Fill the view."""
+def read_into(file: int, at: int, view: memoryview) -> bool:
+    """Fill the view; False where the file ends before."""
     while view:
         count = os.preadv(file, [view], at)
         if count == 0:
-            raise OSError(f"a shard ends at byte {at:,}: it became shorter while it was read")
+            return False
         view, at = view[count:], at + count
+    return True
 
 
-def _write(file: int, at: int, data: memoryview) -> None:
-    while data:
-        count = os.pwrite(file, data, at)
-        data, at = data[count:], at + count
+def read_exactly(file: int, at: int, view: memoryview) -> None:
+    """Fill the view.
+
+    Raises:
+        OSError: The file ends before, or cannot be read.
+    """
+    if not read_into(file, at, view):
+        raise OSError(f"a shard ends before byte {at + len(view):,}: it became shorter meanwhile")
