@@ -10,6 +10,7 @@ from vllm.entrypoints.kimi_k3.make_checkpoint import make_checkpoint
 from vllm.entrypoints.kimi_k3.output import run
 from vllm.entrypoints.kimi_k3.plan import plan
 from vllm.entrypoints.kimi_k3.rehearse import rehearse
+from vllm.entrypoints.kimi_k3.report import report
 from vllm.entrypoints.kimi_k3.status import command as status
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command("doctor")(doctor)
 app.command("make-checkpoint")(make_checkpoint)
 app.command("plan")(plan)
 app.command("rehearse")(rehearse)
+app.command("report")(report)
 app.command("status")(status)
 
 

@@ -39,7 +39,7 @@ def _abandon_stdout() -> None:
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
     except (OSError, ValueError, AttributeError):
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
 
 
 def check_writable(file: Path) -> None:
