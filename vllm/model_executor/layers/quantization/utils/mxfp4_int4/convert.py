@@ -47,7 +47,7 @@ class Implementation:
 
 NAIVE = Implementation(naive.convert_slab, lambda layout, groups: False, lookup.largest_byte)
 LOOKUP = Implementation(lookup.convert_slab, lookup.converts_in_place, lookup.largest_byte)
-NATIVE = Implementation(native.convert_slab, lookup.converts_in_place, lookup.largest_byte)
+NATIVE = Implementation(native.convert_slab, lookup.converts_in_place, native.largest_byte)
 
 # Packed bytes that are worked on at a time where the whole cannot be: with statistics, and in place
 # with an implementation that cannot write over its source.

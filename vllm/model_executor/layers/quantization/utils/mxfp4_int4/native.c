@@ -267,3 +267,9 @@ void convert(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t
         }
     }
 }
+
+uint8_t largest(const uint8_t *bytes, ptrdiff_t count) {
+    uint8_t found = 0;
+    for (ptrdiff_t i = 0; i < count; i++) found = bytes[i] > found ? bytes[i] : found;
+    return found;
+}

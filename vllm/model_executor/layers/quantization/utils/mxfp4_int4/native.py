@@ -17,7 +17,7 @@ from time import perf_counter
 
 import torch
 
-from . import naive
+from . import lookup, naive
 from .blocks import run_blocks, scale_part, slabs
 from .errors import ConversionInputError, NativeCodeError
 from .layouts import (
@@ -40,9 +40,9 @@ LOAD_BYTES = 16 << 20
 BUILD_BYTES = 256 << 20
 # Packed bytes of a call, under a millisecond: Ctrl-C and a failure elsewhere wait no longer.
 BLOCK_BYTES = 2 << 20
+SMALL_BYTES = 512 << 10
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-Call = Callable[..., None]
 
 
 class _State:
@@ -50,7 +50,7 @@ class _State:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.call: Call | None = None
+        self.library: ctypes.CDLL | None = None
         self.failed = False
         self.seen = 0  # bytes that would have been converted natively
 
@@ -74,7 +74,7 @@ def is_worth(packed_bytes: int) -> bool:
     wanted = switch()
     if wanted is False:
         return False
-    if _state.call is not None:
+    if _state.library is not None:
         return True
     if wanted:
         library()
@@ -98,21 +98,20 @@ def is_worth(packed_bytes: int) -> bool:
         return False
 
 
-def library(build: bool = True) -> Call | None:
-    """`convert` of native.c, loaded; None if it has not been built and is not to be. Raises
-    NativeCodeError."""
+def library(build: bool = True) -> ctypes.CDLL | None:
+    """native.c, loaded; None if it has not been built and is not to be. Raises NativeCodeError."""
     with _state.lock:
-        if _state.call is None:
+        if _state.library is None:
             try:
-                _state.call = _load() or (_build() if build else None)
+                _state.library = _load() or (_build() if build else None)
             except NativeCodeError:
                 raise
             except Exception as error:  # of the folder, the compiler or the loader, whatever it is
                 raise NativeCodeError(f"{type(error).__name__}: {error}") from error
-        return _state.call
+        return _state.library
 
 
-def _load() -> Call | None:
+def _load() -> ctypes.CDLL | None:
     """From the cache; None if it is not there, or is no good and has to be built anew."""
     path = built_library()
     if path is None:
@@ -124,19 +123,21 @@ def _load() -> Call | None:
         return None
 
 
-def _build() -> Call:
-    start, calls = perf_counter(), list[Call]()
-    build_library(lambda path: calls.append(_open(path)))
+def _build() -> ctypes.CDLL:
+    start, made = perf_counter(), list[ctypes.CDLL]()
+    build_library(lambda path: made.append(_open(path)))
     logger.info("compiled the CPU conversion of MXFP4 in %.1f s", perf_counter() - start)
-    return calls[0]
+    return made[0]
 
 
-def _open(path: Path) -> Call:
-    call = ctypes.CDLL(str(path)).convert  # ctypes lets other threads run meanwhile
-    call.argtypes = [_POINTER] * 4 + [_SIZE] * 5 + [_INT] * 2 + [_POINTER]
-    call.restype = None
-    _try(call)
-    return call
+def _open(path: Path) -> ctypes.CDLL:
+    code = ctypes.CDLL(str(path))  # its calls let other threads run
+    code.convert.argtypes = [_POINTER] * 4 + [_SIZE] * 5 + [_INT] * 2 + [_POINTER]
+    code.convert.restype = None
+    code.largest.argtypes = [_POINTER, _SIZE]
+    code.largest.restype = ctypes.c_uint8
+    _try(code)
+    return code
 
 
 def _known_groups() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,14 +156,14 @@ def _known_groups() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def _try(call: Call) -> None:
+def _try(code: ctypes.CDLL) -> None:
     """Compare with the definition. 15 rows do not fill the last block of lanes."""
     for (weight, scale), rule in product(_known_groups(), SCALE_RULES):
         codes, bits = _buffers("plain", (2, 16, 64))
         naive.convert_slab(weight, scale, "plain", rule, codes, bits)
         for layout, n in (("aiter", 16), ("pack_quantized", 15), ("plain", 15)):
             new, new_bits = _buffers(layout, (2, n, 64))
-            _convert_with(call, weight[:, :n], scale[:, :n], layout, rule, new, new_bits)
+            _convert_with(code, weight[:, :n], scale[:, :n], layout, rule, new, new_bits)
             if not (
                 torch.equal(new, pack_codes(codes[:, :n], layout))
                 and torch.equal(new_bits, place_scales(bits[:, :n].contiguous(), layout))
@@ -171,6 +172,8 @@ def _try(call: Call) -> None:
                     f"the compiled code gives other bits than the definition (layout {layout}, "
                     f"rule {rule}): the compiler may be at fault"
                 )
+        if _largest(code, scale) != int(scale.max()):
+            raise NativeCodeError("the compiled code gives another maximum: is the compiler right?")
 
 
 def _buffers(layout: str, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,13 +192,27 @@ def convert_slab(
 ) -> None:
     """Convert uint8 [E, N, K/2] and uint8 [E, N, G] into buffers shaped as `layouts` says; the
     scale buffer is int16 (bf16 bits). Blocks run on torch.get_num_threads() threads."""
-    call = library()
-    assert call is not None  # it was built or an error raised
-    _convert_with(call, weight, scale, layout, scale_rule, out_weight, out_scale)
+    _convert_with(_present(), weight, scale, layout, scale_rule, out_weight, out_scale)
+
+
+def largest_byte(scale: torch.Tensor) -> int:
+    """The largest of a uint8 tensor that is not empty. On one thread: torch's own waits for its
+    others far longer than this takes, where they are busy."""
+    return _largest(_present(), scale) if scale.is_contiguous() else lookup.largest_byte(scale)
+
+
+def _present() -> ctypes.CDLL:
+    code = library()
+    assert code is not None  # library() builds it or raises
+    return code
+
+
+def _largest(code: ctypes.CDLL, scale: torch.Tensor) -> int:
+    return code.largest(scale.data_ptr(), scale.numel())
 
 
 def _convert_with(
-    call: Call,
+    code: ctypes.CDLL,
     weight: torch.Tensor,
     scale: torch.Tensor,
     layout: str,
@@ -205,14 +222,15 @@ def _convert_with(
 ) -> None:
     e, n, g = scale.shape
     threads = torch.get_num_threads()
-    # Four blocks a thread, so that all end at about the same time.
-    limit = min(BLOCK_BYTES, max(1 << 16, weight.numel() // (4 * threads)))
+    # Four blocks a thread, so that all end at about the same time, yet none that take less time
+    # than it takes to start a thread.
+    limit = min(BLOCK_BYTES, max(SMALL_BYTES, weight.numel() // (4 * threads)))
 
     def worker() -> Callable[[tuple[slice, slice]], None]:
         size = AITER_ROWS * g * 16 if layout == "aiter" else 0
         held = torch.empty(size, dtype=torch.uint8, device="cpu")
         return lambda part: _convert_block(
-            call,
+            code,
             weight[part],
             scale[part],
             layout,
@@ -226,7 +244,7 @@ def _convert_with(
 
 
 def _convert_block(
-    call: Call,
+    code: ctypes.CDLL,
     weight: torch.Tensor,
     scale: torch.Tensor,
     layout: str,
@@ -237,9 +255,10 @@ def _convert_block(
 ) -> None:
     """Whole experts, or rows of one. `held` is for 16 rows of weight."""
     source, bytes_ = weight.contiguous(), scale.contiguous()
-    if not out_weight.is_contiguous() or not (layout == "aiter" or out_scale.is_contiguous()):
+    pairs = layout == "aiter" and out_scale.stride()[2:] == (2, 1)
+    if not out_weight.is_contiguous() or not (pairs or out_scale.is_contiguous()):
         raise ValueError("native.convert_slab writes to contiguous buffers")
-    call(
+    code.convert(
         source.data_ptr(),
         bytes_.data_ptr(),
         out_weight.data_ptr(),
