@@ -49,17 +49,19 @@ def _deferred() -> ModuleType:
 
 
 def load(name: str) -> ModuleType:
-    """A module of the command line's package, in a process that has not imported vLLM."""
-    sys.modules[PACKAGE] = _deferred()
-    folder = overlay_root().joinpath(*_COMMAND_LINE.split(".")[1:])
-    spec = importlib.util.spec_from_file_location(
-        _COMMAND_LINE, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"{folder} holds no command line", name=_COMMAND_LINE)
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[_COMMAND_LINE] = package
-    spec.loader.exec_module(package)
+    """A module of the command line's package, in a process that need not import vLLM."""
+    if _COMMAND_LINE not in sys.modules:
+        if PACKAGE not in sys.modules:
+            sys.modules[PACKAGE] = _deferred()
+        folder = overlay_root().joinpath(*_COMMAND_LINE.split(".")[1:])
+        spec = importlib.util.spec_from_file_location(
+            _COMMAND_LINE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"{folder} holds no command line", name=_COMMAND_LINE)
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_COMMAND_LINE] = package
+        spec.loader.exec_module(package)
     return importlib.import_module(f"{_COMMAND_LINE}.{name}")
 
 

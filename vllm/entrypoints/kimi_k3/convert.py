@@ -201,7 +201,8 @@ def _print_done(
         return
     print(
         f"{destination}: {done}; {len(modules):,} modules, "
-        f"{size / 1e9:,.3f} GB to {result / 1e9:,.3f} GB in {seconds:,.1f} s, scale rule {manifest.scale_rule}"
+        f"{size / 1e9:,.3f} GB to {result / 1e9:,.3f} GB in {seconds:,.1f} s, "
+        f"scale rule {manifest.scale_rule}"
     )
 
 

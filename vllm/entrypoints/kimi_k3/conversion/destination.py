@@ -131,12 +131,20 @@ class Destination:
         try:
             yield lock
         finally:
-            # Refused before anything was begun: leave no trace.
-            if self.work.is_dir() and not (self.work / _PLAN).exists():
-                self.finish()
-                if made:
-                    self.folder.rmdir()
+            self._leave(made)
             os.close(lock)
+
+    def _leave(self, made: bool) -> None:
+        """After a run that did not finish: keep what a later run can use, and no more."""
+        if not self.work.is_dir():
+            return
+        self.sweep()
+        if not any(self.work.glob("*.safetensors.json")):
+            (self.work / _PLAN).unlink(missing_ok=True)
+        if not (self.work / _PLAN).exists():
+            self.finish()
+            if made:
+                self.folder.rmdir()
 
     def _lock(self) -> int:
         path = self.work / _LOCK

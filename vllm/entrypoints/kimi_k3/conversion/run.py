@@ -61,6 +61,10 @@ def convert_checkpoint(
     target.check_may_begin(options.resume)
     plan = make_plan(source, options)
     _check_space(plan, target)
+    if options.ray:
+        from vllm.entrypoints.kimi_k3.conversion.ray_tasks import connect
+
+        connect()
     with target.locked() as lock:
         target.check_may_begin(options.resume)
         _agree(plan, target)
@@ -72,11 +76,10 @@ def convert_checkpoint(
             records |= _convert(plan, target, waiting, progress, lock)
             manifest = _complete(plan, target, records)
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise _no_space(plan, target, str(error.filename or target.folder)) from error
-        finally:
-            target.sweep()
+            if error.errno in _FULL:
+                where = str(error.filename or target.folder)
+                raise _no_space(plan, target, where) from error
+            raise
         target.finish()
     if options.verify:
         verify_checkpoint(source, destination, options, progress)
