@@ -5,14 +5,16 @@
     python benchmarks/kda_cpu.py
 
 Both are first held against the recurrence in float64; a form that is wrong is not timed. Times are
-the best of several runs on the same inputs, which stay in the cache as far as they fit.
+medians and quartiles over rounds on the same inputs, which stay in the cache as far as they fit.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from _result import machine, spread, write
 from rich.console import Console
 from rich.table import Table
 
@@ -50,20 +52,28 @@ def worst_error(form: Callable, inputs: Inputs, exact: Inputs) -> float:
     )
 
 
-def best_times(forms: list[Callable], inputs: Inputs, repeats: int) -> list[float]:
-    """Seconds of each form's fastest run.
+def round_times(forms: list[Callable], inputs: Inputs, rounds: int) -> list[list[float]]:
+    """Seconds of each form in each round.
 
-    The forms take turns, so that both see the same load. A turn is three runs: the first ones pay
-    for memory that the allocator has given back during the other form's turn.
+    The forms take turns, so that both see the same load. A turn is three runs, of which the best
+    counts: the first ones pay for memory that the allocator has given back in the other's turn.
     """
-    best = [float("inf")] * len(forms)
-    for _ in range(repeats):
-        for i, form in enumerate(forms):
+    seconds: list[list[float]] = [[] for _ in forms]
+    for _ in range(rounds):
+        for form, found in zip(forms, seconds, strict=True):
+            turn = []
             for _ in range(3):
                 start = time.perf_counter()
                 form(*inputs)
-                best[i] = min(best[i], time.perf_counter() - start)
-    return best
+                turn.append(time.perf_counter() - start)
+            found.append(min(turn))
+    return seconds
+
+
+def milliseconds(found: dict[str, float]) -> str:
+    """Median and quartiles, for people."""
+    low, middle, high = (1e3 * found[key] for key in ("low", "median", "high"))
+    return f"{middle:.1f} ms ({low:.1f}..{high:.1f})"
 
 
 def main() -> None:
@@ -77,13 +87,14 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     table = Table(
         title=f"KDA prefill, {options.heads} heads x {options.dim}, float32, "
-        f"{options.threads} threads, best of {3 * options.repeats}"
+        f"{options.threads} threads, {options.rounds} rounds"
     )
     for column in (
         "tokens",
@@ -94,6 +105,7 @@ def main() -> None:
         "ratio",
     ):
         table.add_column(column, justify="right")
+    results = {}
     for tokens in options.tokens:
         inputs = make_inputs(tokens, options.heads, options.dim)
         *active, state = inputs
@@ -101,15 +113,19 @@ def main() -> None:
         errors = [worst_error(form, inputs, exact) for form in (naive_kda, chunk_kda)]
         if max(errors) > RTOL:
             raise SystemExit(f"{tokens} tokens: errors {errors} exceed {RTOL}; nothing is timed")
-        slow, fast = best_times([naive_kda, chunk_kda], inputs, options.repeats)
+        found = round_times([naive_kda, chunk_kda], inputs, options.rounds)
+        ratio = spread([slow / fast for slow, fast in zip(*found, strict=True)])
+        slow, fast = map(spread, found)
+        results[tokens] = {"recurrence": slow, "chunked": fast, "ratio": ratio, "errors": errors}
         table.add_row(
             f"{tokens:,}",
             *(f"{e:.1e}" for e in errors),
-            f"{slow * 1e3:.1f} ms",
-            f"{fast * 1e3:.1f} ms",
-            f"{slow / fast:.1f}",
+            milliseconds(slow),
+            milliseconds(fast),
+            f"{ratio['median']:.1f} ({ratio['low']:.1f}..{ratio['high']:.1f})",
         )
     Console().print(table)
+    write(options.json, "kda_cpu", machine(options.threads), results)
 
 
 if __name__ == "__main__":
