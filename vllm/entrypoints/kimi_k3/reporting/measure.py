@@ -7,7 +7,9 @@ which its source is a small integer and its result a short float: nothing overfl
 scale, and a group counts as exact only if every bit of every value is.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -19,8 +21,10 @@ from vllm.entrypoints.kimi_k3.reporting.files import Matrix
 GROUP = 32
 # A byte of two codes that are zero, each stored plus 8.
 ZERO_CODES = 0x88
-# Values in work at a time: some tens of MB of intermediates.
-PIECE = 1 << 20
+# Values in work at a time: a few MB of intermediates, which stay in a core's cache.
+PIECE = 1 << 17
+# Matrices that are handed out at a time.
+BATCH = 256
 # Blocks of rows that a sample of a matrix is spread over.
 BLOCKS = 8
 
@@ -36,6 +40,23 @@ def sampled_rows(rows: int, share: float) -> list[tuple[int, int]]:
         first, count = block * rows // blocks, wanted // blocks + (block < wanted % blocks)
         parts.append((first, count))
     return parts
+
+
+def measure_all(
+    matrices: Sequence[Matrix], share: float, keep: int
+) -> Iterator[tuple[Figures, list[Group]]]:
+    """Measure matrices on all cores, one thread each, and yield what was found in their order.
+
+    Many small operations on torch's own threads would take twenty times as long where other
+    programs have the cores: every one of them waits for every thread.
+    """
+    # Before there are threads: the package must not be imported by two of them at once.
+    _tables()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for start in range(0, len(matrices), BATCH):
+            batch = matrices[start : start + BATCH]
+            yield from pool.map(lambda matrix: measure_matrix(matrix, share, keep), batch)
 
 
 def measure_matrix(matrix: Matrix, share: float, keep: int) -> tuple[Figures, list[Group]]:
@@ -85,27 +106,37 @@ def _count(words: torch.Tensor, bits: torch.Tensor) -> Figures:
 
 
 @cache
-def _tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Byte -> its two MXFP4 values in half units, and its two int4 codes; float32 [256, 2]."""
+def _tables() -> tuple[torch.Tensor, ...]:
+    """Byte -> its two MXFP4 values in half units; its two int4 codes; and as a scale, half a unit.
+
+    Two float32 lie in one float64, because torch copies single elements fastest.
+    """
+    package = load_package()
     every = torch.arange(256, dtype=torch.uint8)
-    halves = load_package().naive.unpack_values(every[:, None]).view(256, 2).float()
+    halves = package.naive.unpack_values(every[:, None]).view(256, 2).float()
     codes = torch.stack([every & 15, every >> 4], dim=1).float() - 8
-    return halves, codes
+    pairs = (two.contiguous().view(torch.float64).view(-1) for two in (halves, codes))
+    return *pairs, package.dequant.scale_values(every) / 2
+
+
+def _groups(table: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values [G, 32] of bytes with two each."""
+    return torch.index_select(table, 0, data.int()).view(torch.float32).view(-1, GROUP)
 
 
 def _compare(
     words: torch.Tensor, bits: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor
 ) -> tuple[Figures, torch.Tensor]:
     """Return the figures of some groups and the relative squared error of each."""
-    halves, signed = _tables()
-    source = halves[codes.int()].view(-1, GROUP)
+    halves, signed, units = _tables()
+    source = _groups(halves, codes)
     # In float64, so that no scale leaves the range. Byte 255 is no number.
-    unit = load_package().dequant.scale_values(exponents) / 2
+    unit = torch.index_select(units, 0, exponents.int())
     scale = bits.view(torch.bfloat16).double()
     steps = (scale / unit).float()
-    difference = source - signed[words.int()].view(-1, GROUP) * steps[:, None]
-    squares, squared = source.square().sum(-1), difference.square().sum(-1)
+    difference = _groups(signed, words).mul_(steps[:, None]).sub_(source)
     largest = difference.abs().amax(-1)
+    squares, squared = source.square_().sum(-1), difference.square_().sum(-1)
     sound = squared.isfinite() & unit.isfinite()
     zero = squares == 0
     unused = (words.view(-1, GROUP // 2) == ZERO_CODES).all(-1)

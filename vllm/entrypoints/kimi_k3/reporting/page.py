@@ -48,15 +48,16 @@ def _sections(report: Report, written: datetime) -> Iterator[str]:
     if compared:
         yield (
             "<h2>Where the error is</h2><p>Relative squared error: the squared differences from "
-            "the MXFP4 values over the squares of these values. The darker, the larger: from "
-            f"{percent(min(compared.values()))} to {percent(max(compared.values()))}.</p>"
+            "the MXFP4 values over the squares of these values. The stronger the colour, the "
+            f"larger: from {percent(min(compared.values()))} to "
+            f"{percent(max(compared.values()))}.</p>"
         )
         title = "Relative squared error by layer and projection; the table below has the numbers"
         yield _figure(heatmap(compared, report.layers, report.projections, title))
-    yield _layers(report)
     yield _histograms(report.total)
     if report.worst:
         yield _worst(report)
+    yield _layers(report)
 
 
 def _head(report: Report, written: datetime) -> str:
@@ -70,10 +71,12 @@ def _head(report: Report, written: datetime) -> str:
         ("report written", f"{written:%Y-%m-%d %H:%M %Z}"),
     ]
     if report.share < 1:
-        rows.append(("looked at", f"{percent(report.share)} of each matrix's rows, evenly spread"))
+        rows.append(
+            ("looked at", f"{100 * report.share:.4g} % of each matrix's rows, evenly spread")
+        )
     cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows)
     return (
-        "<p class=lead>Kimi-K3's routed experts, converted from MXFP4 to int4 with one bfloat16 "
+        "<p class=lead>Weights converted from MXFP4 to int4 with one bfloat16 "
         f"scale per group of 32 values.</p><dl class=facts>{cells}</dl>"
     )
 

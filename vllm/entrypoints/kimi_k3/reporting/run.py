@@ -174,12 +174,12 @@ def make_report(
     """
     choice = choice or Choice()
     report, matrices = prepare(destination, choice)
-    from vllm.entrypoints.kimi_k3.reporting.measure import measure_matrix
+    from vllm.entrypoints.kimi_k3.reporting.measure import measure_all
 
     on_matrices(len(matrices))
     groups: list[Group] = []
-    for matrix in matrices:
-        figures, found = measure_matrix(matrix, choice.share, choice.worst)
+    measured = measure_all(matrices, choice.share, choice.worst)
+    for matrix, (figures, found) in zip(matrices, measured, strict=True):
         report.total.add(figures)
         report.parts.setdefault((matrix.layer, matrix.projection), Figures()).add(figures)
         groups = worst([*groups, *found], choice.worst)

@@ -79,7 +79,7 @@ def heatmap(
     rows: Sequence[str],
     title: str,
 ) -> str:
-    """Return layers from left to right, projections from top to bottom, darker for larger values.
+    """Return layers from left to right, projections from top to bottom, stronger for larger values.
 
     Args:
         values: (layer, projection) -> a share.

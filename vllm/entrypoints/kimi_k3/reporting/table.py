@@ -41,7 +41,7 @@ def summary(report: Report) -> list[str]:
     )
     lines = [first]
     if report.share < 1:
-        lines.append(f"Looked at {percent(report.share)} of each matrix's rows, evenly spread")
+        lines.append(f"Looked at {100 * report.share:.4g} % of each matrix's rows, evenly spread")
     if report.without:
         lines.append(f"No errors, because {shown(report.without)}")
     else:
