@@ -89,11 +89,11 @@ def read_source(folder: Path) -> Source:
         )
     problems: list[str] = []
     source = Source(folder, _read_config(folder, problems))
-    located = _read_shards(source, problems)
-    owner = _find_owners(source, located, problems)
+    of_shards: list[str] = []
+    located = _read_shards(source, of_shards)
+    owner = _find_owners(source, located, of_shards)
     # Nothing can be said about partners while shards are missing or broken.
-    if not problems:
-        problems += _find_modules(source, owner)
+    problems += of_shards or _find_modules(source, owner)
     source.others = tuple(_find_others(folder, set(source.headers), problems))
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
