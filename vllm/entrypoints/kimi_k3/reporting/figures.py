@@ -38,13 +38,13 @@ class Group:
         return -self.error, self.tensor, self.row, self.group
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON, which has no infinity."""
+        """Return it for JSON, which knows neither infinity nor NaN."""
         return {
             "relative_squared_error": self.error if math.isfinite(self.error) else None,
             "tensor": self.tensor,
             "row": self.row,
             "group": self.group,
-            "scale": self.scale,
+            "scale": self.scale if math.isfinite(self.scale) else None,
         }
 
 
