@@ -13,12 +13,20 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import triton_kernel  # noqa: E402
+from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (  # noqa: E402
+    triton_bits,
+    triton_kernel,
+)
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "sm_90": GPUTarget("cuda", 90, 32),
+}
+PERMUTE = {
+    "gfx942": triton_bits.V_PERM.value,
+    "gfx950": triton_bits.V_PERM.value,
+    "sm_90": triton_bits.PRMT.value,
 }
 LAYOUTS = {"aiter": 0, "pack_quantized": 1, "plain": 2}
 # K3 at TP8: w13 (112 groups a row), w2 (12); TP1 w2 (96); rows too long to be held (258).
@@ -44,12 +52,13 @@ def compile_for(target: str, layout: str, rows: int, groups: int, rule: str):
         "TILES": tiles,
         "RUN": run,
         "IN_PLACE": triton_kernel.converts_in_place(layout, groups),
+        "PERMUTE": PERMUTE[target],
     }
     kernel = triton_kernel._convert_kernel
     pointers = {
         "weight": "*i64",
         "scale": "*u8",
-        "table": "*i32",
+        "table": "*i64",
         "out_weight": "*i64",
         "out_scale": "*i16",
     }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Device functions of the fused kernel: one group of 32 codes a lane, as four bit planes.
+"""Device functions of the fused kernel: one group of 32 codes a lane, as planes and as bytes.
 
 A group is 16 bytes, four uint32 words of 8 codes. `to_planes` turns them into planes: bit 4*i + w
 of plane p is bit p of code i of word w. Then a logic operation works on all 32 codes at once and
-a population count counts codes. Never touches memory.
+a population count counts codes. `look_up` turns a word into new codes, one a byte, by the byte
+permutation that every GPU has. Never touches memory.
 """
 
 import triton
@@ -31,7 +32,7 @@ def _swap(a, b, shift: tl.constexpr, mask: tl.constexpr):
 
 @triton.jit
 def to_planes(w0, w1, w2, w3):
-    """Four words of codes <-> four bit planes; its own inverse."""
+    """Four words of codes -> four bit planes, the signs last."""
     a: tl.constexpr = 0x55555555
     b: tl.constexpr = 0x33333333
     w0, w1 = _swap(w0, w1, 1, a)
@@ -41,50 +42,110 @@ def to_planes(w0, w1, w2, w3):
     return w0, w1, w2, w3
 
 
+# Which instruction permutes bytes. Triton's interpreter and other targets spell it out.
+SPELLED, PRMT, V_PERM = (tl.constexpr(i) for i in range(3))
+_LOW = tl.constexpr(0x07070707)
+
+
 @triton.jit
-def _spread(sizes, m, bit: tl.constexpr, index: tl.constexpr):
-    """The mask m where the code of magnitude `index` has this bit, else 0."""
-    return m & ((sizes << (31 - 4 * index - bit)).to(tl.int32, bitcast=True) >> 31).to(
-        tl.uint32, bitcast=True
+def _prmt(low, high, selector):
+    """NVIDIA: byte i of the result is byte s of the eight in `low`, `high`, where s is bits 0..2 of
+    nibble i of the selector; with bit 3, its top bit eight times."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [low, high, selector],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @triton.jit
-def code_planes(sizes, negative, m1, m2, m3, m4, m5, m6, m7, SMALL: tl.constexpr):
-    """Planes of the two's complement codes.
-
-    sizes: uint32, |code| of magnitude index i at bits 4i..4i+3; negative: plane of the codes below
-    zero if not zero; m1..m7: planes of the magnitudes. |code| 8 is -8 below zero, else 7.
-    SMALL: no code is larger than its magnitude in half units (so the first ones lack high bits).
-    """
-    q0 = _spread(sizes, m1, 0, 1) | _spread(sizes, m2, 0, 2) | _spread(sizes, m3, 0, 3)
-    q0 |= _spread(sizes, m4, 0, 4) | _spread(sizes, m5, 0, 5) | _spread(sizes, m6, 0, 6)
-    q0 |= _spread(sizes, m7, 0, 7)
-    q1 = _spread(sizes, m2, 1, 2) | _spread(sizes, m3, 1, 3) | _spread(sizes, m4, 1, 4)
-    q1 |= _spread(sizes, m5, 1, 5) | _spread(sizes, m6, 1, 6) | _spread(sizes, m7, 1, 7)
-    q2 = _spread(sizes, m4, 2, 4) | _spread(sizes, m5, 2, 5) | _spread(sizes, m6, 2, 6)
-    q2 |= _spread(sizes, m7, 2, 7)
-    if not SMALL:
-        q1 |= _spread(sizes, m1, 1, 1)
-        q2 |= _spread(sizes, m1, 2, 1) | _spread(sizes, m2, 2, 2) | _spread(sizes, m3, 2, 3)
-    q3 = _spread(sizes, m6, 3, 6) | _spread(sizes, m7, 3, 7)
-    clamped = q3 & ~negative
-    q0, q1, q2 = q0 | clamped, q1 | clamped, q2 | clamped
-    any01 = q0 | q1
-    r1 = q1 ^ (negative & q0)
-    r2 = q2 ^ (negative & any01)
-    r3 = negative & (any01 | q2 | q3)
-    return q0, r1, r2, r3
+def _v_perm(low, high, selector):
+    """AMD: byte i of the result is byte s of the eight in `low`, `high`, where s, 0..7, is byte i
+    of the selector. The instruction takes the upper four first."""
+    return tl.inline_asm_elementwise(
+        "v_perm_b32 $0, $1, $2, $3",
+        "=v,v,v,v",
+        [high, low, selector],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
-def aiter_word(w):
-    """Eight nibbles v0..v7 -> v0, v4, v1, v5, v2, v6, v3, v7, lowest first: swap the middle bytes,
-    then the middle nibbles of each half."""
-    t = (w ^ (w >> 8)) & 0x0000FF00
-    w = w ^ t ^ (t << 8)
-    t = (w ^ (w >> 4)) & 0x00F000F0
-    return w ^ t ^ (t << 4)
+def _pick(low, high, selector, INDEX: tl.constexpr):
+    """Byte s of the eight in `low`, `high`, at its place INDEX; s is bits 0..2 of nibble INDEX."""
+    s = (selector >> (4 * INDEX)) & 7
+    byte = tl.where(s < 4, low >> (8 * (s & 3)), high >> (8 * (s & 3))) & 255
+    return byte << (8 * INDEX)
+
+
+@triton.jit
+def _spelled(low, high, selector):
+    """Four bytes by the low nibbles of the selector, whose bits 3 are not looked at."""
+    first = _pick(low, high, selector, 0) | _pick(low, high, selector, 1)
+    return first | _pick(low, high, selector, 2) | _pick(low, high, selector, 3)
+
+
+@triton.jit
+def _signs(word):
+    """Bytes of ones where bit 3 of a low nibble of the word is set."""
+    bits = (word & 8) | ((word & 0x80) << 4) | ((word & 0x800) << 8) | ((word & 0x8000) << 12)
+    return (bits >> 3) * 255
+
+
+@triton.jit
+def look_up(word, above, below, PERMUTE: tl.constexpr):
+    """Eight e2m1 codes -> two words of four bytes, in order: for each code the byte of its
+    magnitude in `above`, or in `below` where it is negative (int64, bytes under 128)."""
+    p0, p1 = above.to(tl.uint32), (above >> 32).to(tl.uint32)
+    n0, n1 = below.to(tl.uint32), (below >> 32).to(tl.uint32)
+    if PERMUTE == PRMT:
+        sizes = word & 0x77777777
+        # The top bit of 0x80, eight times where the code is negative; the others' is not used.
+        ones = word * 0 + 0x80808080
+        first, second = _prmt(ones, ones, word), _prmt(ones, ones, word >> 16)
+        low, high = _prmt(p0, p1, sizes), _prmt(p0, p1, sizes >> 16)
+        low = (low & ~first) | (_prmt(n0, n1, sizes) & first)
+        high = (high & ~second) | (_prmt(n0, n1, sizes >> 16) & second)
+    elif PERMUTE == V_PERM:
+        odd = word >> 4
+        first, second = ((word >> 3) & 0x01010101) * 255, ((odd >> 3) & 0x01010101) * 255
+        even, odd = word & _LOW, odd & _LOW
+        evens = (_v_perm(p0, p1, even) & ~first) | (_v_perm(n0, n1, even) & first)
+        odds = (_v_perm(p0, p1, odd) & ~second) | (_v_perm(n0, n1, odd) & second)
+        low = _v_perm(evens, odds, word * 0 + 0x05010400)
+        high = _v_perm(evens, odds, word * 0 + 0x07030602)
+    else:
+        first, second = _signs(word), _signs(word >> 16)
+        low = (_spelled(p0, p1, word) & ~first) | (_spelled(n0, n1, word) & first)
+        high = _spelled(p0, p1, word >> 16) & ~second
+        high |= _spelled(n0, n1, word >> 16) & second
+    return low, high
+
+
+@triton.jit
+def aiter_word(low, high):
+    """Codes v0..v3 and v4..v7, one a byte -> nibbles v0, v4, v1, v5, v2, v6, v3, v7."""
+    return low | (high << 4)
+
+
+@triton.jit
+def packed_word(low, high):
+    """Codes v0..v3 and v4..v7, one a byte -> nibbles v0, ..., v7."""
+    low, high = low | (low >> 4), high | (high >> 4)
+    low = (low & 0xFF) | ((low >> 8) & 0xFF00)
+    high = ((high << 16) & 0xFF0000) | ((high << 8) & 0xFF000000)
+    return low | high
+
+
+@triton.jit
+def int8_word(word):
+    """Four nibbles in two's complement, one a byte -> four int8."""
+    return word | ((word & 0x08080808) * 30)
 
 
 @triton.jit
@@ -100,14 +161,3 @@ def divide(numerator, denominator):
 def join_words(low, high):
     """Two words -> one int64."""
     return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def plain_words(w):
-    """Eight nibbles -> int64 of eight int8."""
-    low, high = w & 0xFFFF, w >> 16
-    low = (low | (low << 8)) & 0x00FF00FF
-    high = (high | (high << 8)) & 0x00FF00FF
-    low = (low | (low << 4)) & 0x0F0F0F0F
-    high = (high | (high << 4)) & 0x0F0F0F0F
-    return join_words(low | ((low & 0x08080808) * 30), high | ((high & 0x08080808) * 30))

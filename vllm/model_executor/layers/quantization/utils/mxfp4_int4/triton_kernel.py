@@ -6,6 +6,7 @@ Reads packed e2m1 and e8m0 bytes, chooses the scale and writes codes and scales 
 layout; nothing in between goes through memory. Decides exactly as `naive` does, in integers.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -25,11 +26,15 @@ from .definition import (
 )
 from .layouts import aligned
 from .triton_bits import (
+    PRMT,
+    SPELLED,
+    V_PERM,
     aiter_word,
-    code_planes,
     divide,
+    int8_word,
     join_words,
-    plain_words,
+    look_up,
+    packed_word,
     popcount,
     to_planes,
 )
@@ -49,36 +54,44 @@ _LAST_FLOOR = tl.constexpr(len(FLOOR_BYTES) - 1)
 _FLOOR_BITS = tl.constexpr(ABSMAX_FLOOR_BITS)
 
 
-def _packed_sizes(sizes: list[int]) -> int:
-    return sum(min(size, 15) << (4 * i) for i, size in enumerate(sizes))
+# A row of the tables, int64: the new code of each magnitude, one a byte, for values above zero,
+# then for values below; then "mse": the |code|s, 4 bits each; "absmax": by largest magnitude the
+# last byte under the floor, and in the upper half the scale offset.
+_COLUMNS = tl.constexpr(4)
+_BELOW, _MORE = (tl.constexpr(i) for i in (1, 2))
+
+
+def _row(code: Callable[[int], int], layout: str) -> list[int]:
+    """The first three columns for one map of value (half units) to code."""
+    flip = 8 if layout == "pack_quantized" else 0
+    above, below = (
+        sum((code(sign * m) & 15 ^ flip) << 8 * i for i, m in enumerate(MAGNITUDES))
+        for sign in (1, -1)
+    )
+    sizes = [max(abs(code(m)), abs(code(-m))) for m in MAGNITUDES]
+    return [above, below, sum(min(size, 15) << 4 * i for i, size in enumerate(sizes)), 0]
 
 
 @lru_cache(maxsize=16)
-def _tables(scale_rule: str, device: torch.device) -> torch.Tensor:
-    """int32: "mse" [16] |code| maps by candidate, 4 bits a magnitude. "absmax" [3, 32]: such maps
-    by largest magnitude and floor byte, then floor bytes and scale offsets by largest magnitude."""
+def _tables(scale_rule: str, layout: str, device: torch.device) -> torch.Tensor:
+    """int64 [maps, 4]. "mse": a map for each candidate. "absmax": for each largest magnitude, then
+    for each byte under the floor."""
     if scale_rule == "mse":
-        rows = [
-            _packed_sizes([abs(candidate_code(-m * (1 if c > 0 else -1), c)) for m in MAGNITUDES])
-            for c in CANDIDATES
-        ]
-        rows += [0] * (16 - len(rows))
+        rows = [_row(lambda v, c=c: candidate_code(v, c), layout) for c in CANDIDATES]
     else:
-        maps = [
-            _packed_sizes([absmax_code(m, top, 200) if m <= top else 0 for m in MAGNITUDES])
-            for top in MAGNITUDES
-        ]
+        tops = [(m, 200) for m in MAGNITUDES]
         for byte in FLOOR_BYTES:
-            top = max(
-                m for m, last in zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True) if byte <= last
-            )
-            maps.append(
-                _packed_sizes([absmax_code(m, top, byte) if m <= top else 0 for m in MAGNITUDES])
-            )
-        rows = [*maps, *([0] * (32 - len(maps)))]
-        for column in (ABSMAX_FLOOR_BYTE, ABSMAX_SCALE_OFFSET):
-            rows += [*column, *([0] * 24)]
-    return torch.tensor(rows, dtype=torch.int64).to(torch.uint32).view(torch.int32).to(device)
+            under = zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True)
+            tops.append((max(m for m, last in under if byte <= last), byte))
+        rows = [
+            _row(lambda v, t=top, b=byte: absmax_code(v, t, b) if abs(v) <= t else 0, layout)
+            for top, byte in tops
+        ]
+        for i, (floor, offset) in enumerate(
+            zip(ABSMAX_FLOOR_BYTE, ABSMAX_SCALE_OFFSET, strict=True)
+        ):
+            rows[i][_MORE.value] = floor + (offset << 32)
+    return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 # Error of each candidate at 1, 2, 3, 4, 6, 8, -8, 12, -12 half units, times 16 so that candidate
@@ -115,7 +128,7 @@ def _fit(fit, norm, count, sizes, index: tl.constexpr, value: tl.constexpr):
 
 @triton.jit
 def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
-    """-> |code| map, plane of the codes below zero, bf16 scale bits; planes as in triton_bits."""
+    """-> row of the table, bf16 scale bits; planes as in triton_bits."""
     n1, n2, n3, n4 = popcount(m1), popcount(m2), popcount(m3), popcount(m4)
     n6, n8, n12 = popcount(m5), popcount(m6), popcount(m7)
     n8n, n12n = popcount(m6 & s), popcount(m7 & s)
@@ -133,9 +146,8 @@ def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
         key = _weigh_signs(key, n12, n12p, n12n, _KEYS[c][7], _KEYS[c][8])
         best = tl.minimum(best, key + c)
     choice = best & 15
-    sizes = tl.load(table + choice).to(tl.uint32, bitcast=True)
+    sizes = tl.load(table + choice * _COLUMNS + _MORE).to(tl.uint32)
     flipped = (_NEGATIVE >> choice) & 1
-    below = s ^ (-flipped).to(tl.uint32, bitcast=True)
 
     fit, norm = _fit(zeros, zeros, n1, sizes, 1, 1)
     fit, norm = _fit(fit, norm, n2, sizes, 2, 2)
@@ -154,44 +166,46 @@ def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
     fit, norm = tl.where(empty, 1, fit), tl.where(empty, 1, norm)
     j = tl.minimum(byte, tl.where(fit < 2 * norm, 2, 1))
     mantissa = divide((fit << (j + 6)) + norm, 2 * norm)
-    return sizes, below, mantissa + 128 * (byte - j) + (flipped << 15)
+    return choice, mantissa + 128 * (byte - j) + (flipped << 15)
 
 
 @triton.jit
-def _choose_absmax(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
+def _choose_absmax(table, byte, p0, p1, p2):
     """As `_choose_mse`."""
-    zeros = tl.zeros(byte.shape, tl.int32)
-    largest = tl.where(m1 != 0, zeros + 1, zeros)
-    largest = tl.where(m2 != 0, zeros + 2, largest)
-    largest = tl.where(m3 != 0, zeros + 3, largest)
-    largest = tl.where(m4 != 0, zeros + 4, largest)
-    largest = tl.where(m5 != 0, zeros + 5, largest)
-    largest = tl.where(m6 != 0, zeros + 6, largest)
-    largest = tl.where(m7 != 0, zeros + 7, largest)
-    floor = byte <= tl.load(table + 32 + largest)
+    ones = tl.zeros(byte.shape, tl.uint32) + 0xFFFFFFFF
+    # Of the codes with the highest bits so far, those that have the next bit, if any has.
+    top2 = p2 != 0
+    left = tl.where(top2, p2, ones)
+    top1 = (p1 & left) != 0
+    left = tl.where(top1, p1 & left, left)
+    largest = top2.to(tl.int32) * 4 + top1.to(tl.int32) * 2 + ((p0 & left) != 0).to(tl.int32)
+    row = tl.load(table + largest * _COLUMNS + _MORE)
+    floor = byte <= row.to(tl.int32)
     under = tl.minimum(tl.maximum(byte - _FIRST_FLOOR_BYTE, 0), _LAST_FLOOR) + _FLOOR_MAPS
     choice = tl.where(floor & (largest > 0), under, largest)
-    sizes = tl.load(table + choice).to(tl.uint32, bitcast=True)
-    bits = tl.where(floor, zeros + _FLOOR_BITS, 128 * byte + tl.load(table + 64 + largest))
-    return sizes, s, bits
+    bits = tl.where(floor, _FLOOR_BITS, 128 * byte + (row >> 32).to(tl.int32))
+    return choice, bits
 
 
 @triton.jit
-def _convert_group(table, low, high, byte, MSE: tl.constexpr):
-    """16 bytes of a group as two uint64, and its e8m0 byte -> four words of codes in the order of
-    the source, bf16 scale bits."""
-    p0, p1, p2, s = to_planes(
-        low.to(tl.uint32), (low >> 32).to(tl.uint32), high.to(tl.uint32), (high >> 32).to(tl.uint32)
-    )
-    m1, m2, m3 = p0 & ~p1 & ~p2, p1 & ~p0 & ~p2, p0 & p1 & ~p2
-    m4, m5, m6, m7 = p2 & ~p0 & ~p1, p2 & p0 & ~p1, p2 & p1 & ~p0, p0 & p1 & p2
+def _convert_group(table, low, high, byte, MSE: tl.constexpr, PERMUTE: tl.constexpr):
+    """16 bytes of a group as two uint64, and its e8m0 byte -> eight words of four new codes each,
+    one a byte, in the order of the source, and bf16 scale bits."""
+    w0, w1 = low.to(tl.uint32), (low >> 32).to(tl.uint32)
+    w2, w3 = high.to(tl.uint32), (high >> 32).to(tl.uint32)
+    p0, p1, p2, s = to_planes(w0, w1, w2, w3)
     if MSE:
-        sizes, below, bits = _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7)
+        m1, m2, m3 = p0 & ~p1 & ~p2, p1 & ~p0 & ~p2, p0 & p1 & ~p2
+        m4, m5, m6, m7 = p2 & ~p0 & ~p1, p2 & p0 & ~p1, p2 & p1 & ~p0, p0 & p1 & p2
+        choice, bits = _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7)
     else:
-        sizes, below, bits = _choose_absmax(table, byte, s, m1, m2, m3, m4, m5, m6, m7)
-    q0, q1, q2, q3 = code_planes(sizes, below, m1, m2, m3, m4, m5, m6, m7, MSE)
-    w0, w1, w2, w3 = to_planes(q0, q1, q2, q3)
-    return w0, w1, w2, w3, bits
+        choice, bits = _choose_absmax(table, byte, p0, p1, p2)
+    above, below = tl.load(table + choice * _COLUMNS), tl.load(table + choice * _COLUMNS + _BELOW)
+    a0, b0 = look_up(w0, above, below, PERMUTE)
+    a1, b1 = look_up(w1, above, below, PERMUTE)
+    a2, b2 = look_up(w2, above, below, PERMUTE)
+    a3, b3 = look_up(w3, above, below, PERMUTE)
+    return a0, b0, a1, b1, a2, b2, a3, b3, bits
 
 
 @triton.jit
@@ -220,6 +234,7 @@ def _convert_kernel(
     TILES: tl.constexpr,
     RUN: tl.constexpr,  # groups of a row that lie in neighbouring lanes
     IN_PLACE: tl.constexpr,
+    PERMUTE: tl.constexpr,
 ):
     """One group a lane. "aiter": lanes run along RUN groups of a row, then down the 16 rows, so
     that reads (16 bytes a lane along a row) and writes (8 bytes a lane down the rows) both come in
@@ -262,15 +277,14 @@ def _convert_kernel(
     for tile in tl.static_range(TILES):
         place = _lane_place(tile * TILE + tl.arange(0, TILE), LAYOUT, RUN)
         mask = (place < SPAN) & (start + place < total)
-        w0, w1, w2, w3, bits = _convert_group(
-            table, sources[3 * tile + 1], sources[3 * tile + 2], sources[3 * tile], MSE
+        a0, b0, a1, b1, a2, b2, a3, b3, bits = _convert_group(
+            table, sources[3 * tile + 1], sources[3 * tile + 2], sources[3 * tile], MSE, PERMUTE
         )
         if LAYOUT == AITER:
-            w0, w1, w2, w3 = aiter_word(w0), aiter_word(w1), aiter_word(w2), aiter_word(w3)
             # Of a column's 256 bytes the halves of the groups come first: 16 rows of 8 bytes each.
             target = out_weight + start * 2 + (place + place // ROWS * ROWS)
-            tl.store(target, join_words(w0, w1), mask=mask)
-            tl.store(target + ROWS, join_words(w2, w3), mask=mask)
+            tl.store(target, join_words(aiter_word(a0, b0), aiter_word(a1, b1)), mask=mask)
+            tl.store(target + ROWS, join_words(aiter_word(a2, b2), aiter_word(a3, b3)), mask=mask)
             # [E, G/2, N, 2]
             column = (ahead + place) // ROWS
             row = block_row + (column // groups) * ROWS + place % ROWS
@@ -282,14 +296,16 @@ def _convert_kernel(
             tl.store(out_scale + first + place, bits.to(tl.int16), mask=mask)
             if LAYOUT == PACK_QUANTIZED:
                 target = out_weight + first * 2 + place * 2
-                tl.store(target, join_words(w0 ^ 0x88888888, w1 ^ 0x88888888), mask=mask)
-                tl.store(target + 1, join_words(w2 ^ 0x88888888, w3 ^ 0x88888888), mask=mask)
+                words = join_words(packed_word(a0, b0), packed_word(a1, b1))
+                tl.store(target, words, mask=mask)
+                words = join_words(packed_word(a2, b2), packed_word(a3, b3))
+                tl.store(target + 1, words, mask=mask)
             else:
                 target = out_weight + first * 4 + place * 4
-                tl.store(target, plain_words(w0), mask=mask)
-                tl.store(target + 1, plain_words(w1), mask=mask)
-                tl.store(target + 2, plain_words(w2), mask=mask)
-                tl.store(target + 3, plain_words(w3), mask=mask)
+                tl.store(target, join_words(int8_word(a0), int8_word(b0)), mask=mask)
+                tl.store(target + 1, join_words(int8_word(a1), int8_word(b1)), mask=mask)
+                tl.store(target + 2, join_words(int8_word(a2), int8_word(b2)), mask=mask)
+                tl.store(target + 3, join_words(int8_word(a3), int8_word(b3)), mask=mask)
 
 
 @triton.jit
@@ -345,6 +361,13 @@ def _spans(groups: int, layout: str) -> tuple[int, int, int, int]:
     return span, tiles, warps, run
 
 
+def _permute(device: torch.device) -> int:
+    """How the GPU at hand permutes bytes; on the CPU Triton interprets, which knows no assembly."""
+    if device.type == "cpu":
+        return SPELLED.value
+    return PRMT.value if torch.version.hip is None else V_PERM.value
+
+
 def converts_in_place(layout: str, groups: int) -> bool:
     """Whether `convert_slab` may be given `weight` itself as its output."""
     return layout != "plain" and (layout != "aiter" or 16 * groups <= HELD_GROUPS)
@@ -369,7 +392,7 @@ def convert_slab(
     _convert_kernel[(triton.cdiv(e * n * g, span),)](
         weight.view(torch.int64),
         scale,
-        _tables(scale_rule, weight.device),
+        _tables(scale_rule, layout, weight.device),
         target.view(torch.int64),
         bits,
         e * n * g,
@@ -383,6 +406,7 @@ def convert_slab(
         TILES=tiles,
         RUN=run,
         IN_PLACE=target.data_ptr() == weight.data_ptr(),
+        PERMUTE=_permute(weight.device),
         num_warps=warps,
     )
     for buffer, written in ((out_weight, target), (out_scale, bits)):

@@ -36,12 +36,13 @@ class InterpretedKernel:
 
     The interpreter's time is that of its operations, whatever their width. So by default a launch
     has one wide tile for up to 4096 groups; `as_launched` keeps the tiles of a real launch.
+    `permute` is one of `triton_bits`' instructions, to be imitated; spelled out otherwise.
     """
 
-    def __init__(self, as_launched: bool = False) -> None:
+    def __init__(self, as_launched: bool = False, permute: str = "SPELLED") -> None:
         self._as_launched = as_launched
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE)],
+            [sys.executable, str(HERE), permute],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -85,10 +86,13 @@ def wide_spans(groups: int, layout: str) -> tuple[int, int, int, int]:
     return span, 1, tile // 32, max(run for run in (1, 2, 4, 8) if span // 16 % run == 0)
 
 
-def serve() -> None:
+def serve(permute: str) -> None:
     load_by_file()
-    from mxfp4_int4 import triton_kernel
+    import instructions
+    from mxfp4_int4 import triton_bits, triton_kernel
 
+    triton_bits._prmt, triton_bits._v_perm = instructions.prmt, instructions.v_perm
+    triton_kernel._permute = lambda device: getattr(triton_bits, permute).value
     real_spans = triton_kernel._spans
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints must not reach the channel
@@ -115,4 +119,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
