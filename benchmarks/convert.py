@@ -87,6 +87,7 @@ class Clock:
 
     def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
         if not self.cuda:
+            time.sleep(0.02)  # torch's idle threads spin for a while after their last work
             start, busy = time.perf_counter(), time.process_time()
             call()
             return time.perf_counter() - start, time.process_time() - busy
@@ -283,19 +284,25 @@ def main() -> None:
     for group in args.shapes:
         total: dict[str, float] = {}
         busy: dict[str, float] = {}
+        packed = 0
         for name, (e, n, k) in SHAPES[group].items():
             result = run_shape(f"{group} {name}", (min(e, experts or e), n, k), args)
             results[f"{group} {name}"] = result
+            packed += result["packed_bytes"]  # type: ignore[operator]
             for variant, row in result["variants"].items():  # type: ignore[attr-defined]
                 total[variant] = total.get(variant, 0.0) + row["seconds"]
                 busy[variant] = busy.get(variant, 0.0) + row["cpu_seconds"]
         print(f"{group}, both together:")
         for variant, seconds in total.items():
-            line = f"  {variant:22} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
-            if "recipe" in total:
-                line += f"  recipe / this {total['recipe'] / seconds:6.1f}"
-            if args.device == "cpu" and busy.get("recipe") and busy[variant]:
-                line += f", in CPU time {busy['recipe'] / busy[variant]:6.1f}"
+            line = (
+                f"  {variant:22} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
+                f"  recipe / this {total['recipe'] / seconds:6.1f}"
+            )
+            if busy[variant]:
+                line += (
+                    f"; CPU {busy[variant] * 1e3:8.1f} ms, {packed / busy[variant] / 1e9:6.3f} "
+                    f"GB/s a core, recipe / this {busy['recipe'] / busy[variant]:6.1f}"
+                )
             print(line)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))

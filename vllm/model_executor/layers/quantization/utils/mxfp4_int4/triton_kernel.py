@@ -55,7 +55,7 @@ _FLOOR_BITS = tl.constexpr(ABSMAX_FLOOR_BITS)
 
 
 # A row of the tables, int64: the new code of each magnitude, one a byte, for values above zero,
-# then for values below; then "mse": the |code|s, 4 bits each; "absmax": by largest magnitude the
+# then for values below; then "mse": the |code|s, one a byte; "absmax": by largest magnitude the
 # last byte under the floor, and in the upper half the scale offset.
 _COLUMNS = tl.constexpr(4)
 _BELOW, _MORE = (tl.constexpr(i) for i in (1, 2))
@@ -68,8 +68,8 @@ def _row(code: Callable[[int], int], layout: str) -> list[int]:
         sum((code(sign * m) & 15 ^ flip) << 8 * i for i, m in enumerate(MAGNITUDES))
         for sign in (1, -1)
     )
-    sizes = [max(abs(code(m)), abs(code(-m))) for m in MAGNITUDES]
-    return [above, below, sum(min(size, 15) << 4 * i for i, size in enumerate(sizes)), 0]
+    sizes = sum(max(abs(code(m)), abs(code(-m))) << 8 * i for i, m in enumerate(MAGNITUDES))
+    return [above, below, sizes, 0]
 
 
 @lru_cache(maxsize=16)
@@ -121,7 +121,7 @@ def _weigh_signs(key, count, above, below, weight: tl.constexpr, other: tl.const
 @triton.jit
 def _fit(fit, norm, count, sizes, index: tl.constexpr, value: tl.constexpr):
     """Add `count` codes of magnitude `value` to sum(v*q) and sum(q*q)."""
-    code = ((sizes >> (4 * index)) & 15).to(tl.int32)
+    code = ((sizes >> (8 * index)) & 255).to(tl.int32)
     part = count * code
     return fit + part * value, norm + part * code
 
@@ -146,19 +146,20 @@ def _choose_mse(table, byte, s, m1, m2, m3, m4, m5, m6, m7):
         key = _weigh_signs(key, n12, n12p, n12n, _KEYS[c][7], _KEYS[c][8])
         best = tl.minimum(best, key + c)
     choice = best & 15
-    sizes = tl.load(table + choice * _COLUMNS + _MORE).to(tl.uint32)
+    sizes = tl.load(table + choice * _COLUMNS + _MORE)
+    small, large = sizes.to(tl.uint32), (sizes >> 32).to(tl.uint32)
     flipped = (_NEGATIVE >> choice) & 1
 
-    fit, norm = _fit(zeros, zeros, n1, sizes, 1, 1)
-    fit, norm = _fit(fit, norm, n2, sizes, 2, 2)
-    fit, norm = _fit(fit, norm, n3, sizes, 3, 3)
-    fit, norm = _fit(fit, norm, n4, sizes, 4, 4)
-    fit, norm = _fit(fit, norm, n6, sizes, 5, 6)
-    fit, norm = _fit(fit, norm, n8, sizes, 6, 8)
-    fit, norm = _fit(fit, norm, n12, sizes, 7, 12)
+    fit, norm = _fit(zeros, zeros, n1, small, 1, 1)
+    fit, norm = _fit(fit, norm, n2, small, 2, 2)
+    fit, norm = _fit(fit, norm, n3, small, 3, 3)
+    fit, norm = _fit(fit, norm, n4, large, 0, 4)
+    fit, norm = _fit(fit, norm, n6, large, 1, 6)
+    fit, norm = _fit(fit, norm, n8, large, 2, 8)
+    fit, norm = _fit(fit, norm, n12, large, 3, 12)
     # A code 8 that is not below zero is 7 instead: one step less of v, 64 - 49 less of the square.
-    over8 = tl.where(flipped != 0, n8n, n8p) * ((sizes >> 27) & 1).to(tl.int32)
-    over12 = tl.where(flipped != 0, n12n, n12p) * (sizes >> 31).to(tl.int32)
+    over8 = tl.where(flipped != 0, n8n, n8p) * ((large >> 19) & 1).to(tl.int32)
+    over12 = tl.where(flipped != 0, n12n, n12p) * (large >> 27).to(tl.int32)
     fit -= 8 * over8 + 12 * over12
     norm -= 15 * (over8 + over12)
 
@@ -265,8 +266,10 @@ def _convert_kernel(
         else:
             offset = place
         byte = tl.load(scale + first + offset, mask=mask, other=0).to(tl.int32)
-        low = tl.load(weight + first * 2 + offset * 2, mask=mask, other=0)
-        high = tl.load(weight + first * 2 + (offset * 2 + 1), mask=mask, other=0)
+        # Two words of 8 bytes in one access of 16.
+        pair = offset[:, None] * 2 + tl.arange(0, 2)[None, :]
+        both = tl.load(weight + first * 2 + pair, mask=mask[:, None], other=0)
+        low, high = tl.split(both)
         sources += (  # type: ignore[assignment]
             byte,
             low.to(tl.uint64, bitcast=True),
