@@ -111,18 +111,21 @@ def test_no_spills_and_little_shared_memory(target, kernel, tmp_path):
     assert "scratch_" not in assembly
 
 
-@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_counts_are_one_instruction_and_accesses_are_wide(target):
-    """What the bit planes rest on: population counts in hardware, and 8 bytes an access."""
+    """Population counts and byte permutations in hardware; 16 bytes a read, 8 a write."""
     compiled = compile_for(target, "aiter", 768, 112, "mse")
     tiles = triton_kernel._spans(112, "aiter")[1]
     if target == "sm_90":
         code = compiled.asm["ptx"]
         assert code.count("popc.b32") == 9 * tiles
-        assert len(re.findall(r"ld\.global\.b64", code)) == 2 * tiles
+        assert code.count("prmt.b32") == 24 * tiles
+        assert code.count("ld.global.v2.b64") == tiles
         assert len(re.findall(r"st\.global\.b64", code)) == 2 * tiles
     else:
         code = compiled.asm["amdgcn"]
         assert code.count("v_bcnt_u32_b32") >= 9 * tiles
-        assert len(re.findall(r"(?:global|buffer)_load_dwordx[24]", code)) >= tiles
+        assert code.count("v_perm_b32") >= 24 * tiles
+        assert "ds_write" not in code
+        assert len(re.findall(r"(?:global|buffer)_load_dwordx[24]", code)) >= 2 * tiles
         assert len(re.findall(r"(?:global|buffer)_store_dwordx[24]", code)) >= tiles

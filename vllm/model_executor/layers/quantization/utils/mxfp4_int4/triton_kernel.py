@@ -235,7 +235,7 @@ def _convert_kernel(
     TILES: tl.constexpr,
     RUN: tl.constexpr,  # groups of a row that lie in neighbouring lanes
     IN_PLACE: tl.constexpr,
-    PERMUTE: tl.constexpr,
+    PERMUTE: tl.constexpr,  # which GPU's instruction, see `triton_bits`
 ):
     """One group a lane. "aiter": lanes run along RUN groups of a row, then down the 16 rows, so
     that reads (16 bytes a lane along a row) and writes (8 bytes a lane down the rows) both come in
@@ -266,10 +266,14 @@ def _convert_kernel(
         else:
             offset = place
         byte = tl.load(scale + first + offset, mask=mask, other=0).to(tl.int32)
-        # Two words of 8 bytes in one access of 16.
-        pair = offset[:, None] * 2 + tl.arange(0, 2)[None, :]
-        both = tl.load(weight + first * 2 + pair, mask=mask[:, None], other=0)
-        low, high = tl.split(both)
+        if PERMUTE == PRMT:
+            # One access of 16 bytes. For AMD Triton makes it two, and moves lanes through LDS.
+            pair = offset[:, None] * 2 + tl.arange(0, 2)[None, :]
+            both = tl.load(weight + first * 2 + pair, mask=mask[:, None], other=0)
+            low, high = tl.split(both)
+        else:
+            low = tl.load(weight + first * 2 + offset * 2, mask=mask, other=0)
+            high = tl.load(weight + first * 2 + (offset * 2 + 1), mask=mask, other=0)
         sources += (  # type: ignore[assignment]
             byte,
             low.to(tl.uint64, bitcast=True),
