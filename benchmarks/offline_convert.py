@@ -132,8 +132,8 @@ def convert(source: Path, target: Path, workers: int) -> int:
         "from vllm_overlay.console import load; c = load('conversion'); "
         "o = c.ConvertOptions(workers=int(sys.argv[3])); "
         "c.convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), o); "
-        "print(max(resource.getrusage(who).ru_maxrss for who in "
-        "(resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
+        "own = int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]); "
+        "print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))"
     )
     command = [sys.executable, "-c", code, str(source), str(target), str(workers)]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) * 1024
