@@ -17,6 +17,7 @@ from k3_engine import Job, run_jobs
 from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.spec import Stack
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from vllm.entrypoints.kimi_k3.conversion import ConvertOptions, convert_checkpoint
 
 FLAG = {"moe": {"weight": "int4_per_group_32"}}
 LENGTHS = (1, 65, 200)
@@ -51,28 +52,48 @@ def make_prompts(seed=3) -> list[list[int]]:
     return [torch.randint(0, 500, (n,), generator=g).tolist() for n in LENGTHS]
 
 
+PACKED = re.compile(
+    r"int4 experts, rank (\d+): (\d+) layers with (\d+) experts laid out as the checkpoint holds "
+    r"them in [\d.]+ s \([\d.]+ GB/s\), nothing converted; peak extra memory [\d.]+ MiB"
+)
+
+
+def converted(source: Path, tmp_path: Path, *exclude: str) -> str:
+    """The offline conversion of a checkpoint."""
+    target = tmp_path / f"{source.name}-int4"
+    convert_checkpoint(source, target, ConvertOptions(exclude=exclude))
+    return str(target)
+
+
 def ignoring(*layers: str) -> dict:
     return {"quantization_config": FLAG | {"ignore": list(layers)}}
 
 
 def test_one_rank(checkpoint, tmp_path):
-    """The flag; the other scale rule; one spared layer of a text and of a full checkpoint; none."""
+    """The flag; the other scale rule; spared layers of a text and of a full checkpoint; no flag.
+    And the same converted offline, whole and in part: token by token, bit by bit."""
     text, full = checkpoint(), checkpoint(vision=PRESETS["tiny"].vision)
     prompts = make_prompts()
     flag = {"quantization_config": FLAG}
     absmax = flag | {"additional_config": {"kimi_k3_int4_scale_rule": "absmax"}}
     name = "model.layers.2.block_sparse_moe.experts"
-    by_rule, by_absmax, spared, spared_by_pattern, unflagged = run_jobs(
+    packed = converted(text, tmp_path)
+    mixed = converted(full, tmp_path, "*layers.2.*", "*layers.3.*")
+    by_rule, by_absmax, spared, spared_by_pattern, unflagged, offline, in_part = run_jobs(
         [
             Job(str(text), prompts, flag),
             Job(str(text), prompts[:1], absmax),
             Job(str(text), prompts[:1], ignoring(name)),
             Job(str(full), prompts[:1], ignoring("language_model.*.2.*", "*.3.block*")),
             Job(str(text), prompts[:1]),
+            Job(packed, prompts),
+            Job(mixed, prompts[:1]),
         ],
         tmp_path,
-        timeout=400,
+        timeout=500,
     )
+    assert offline == by_rule
+    assert in_part == spared_by_pattern
     reference = Int4Reference(text)
     hold(reference, prompts, by_rule)
     hold(Int4Reference(text, "absmax"), prompts[:1], by_absmax)
@@ -86,7 +107,7 @@ def test_one_rank(checkpoint, tmp_path):
     log = (tmp_path / "log.txt").read_text()
     lines = SUMMARY.findall(log)
     counts = [(rank, layers, experts, rule) for rank, layers, experts, rule, _, _ in lines]
-    # Four MoE layers of 16 experts; one, then two of them spared; the last job logs nothing.
+    # Four MoE layers of 16 experts; one, then two of them spared; the others log nothing of this.
     assert counts == [
         ("0", "4", "64", "mse"),
         ("0", "4", "64", "absmax"),
@@ -95,29 +116,37 @@ def test_one_rank(checkpoint, tmp_path):
     ]
     assert float(lines[0][4]) < 0.6 * float(lines[1][4])
     assert log.count(WARNING) == 1
+    assert PACKED.findall(log) == [("0", "4", "64"), ("0", "2", "32")]
 
 
 def test_two_ranks(checkpoint, tmp_path):
     """Tensor parallel (32 of 64 a rank, padded to a pair of groups), and expert parallel with the
-    filter that skips other ranks' experts while reading."""
+    filter that skips other ranks' experts while reading. Tensor parallel again, from a checkpoint
+    that was converted offline."""
     folder = checkpoint(expert_intermediate_size=64)
     prompts = make_prompts()[:2]
-    double = {"tensor_parallel_size": 2, "quantization_config": FLAG}
+    alone = {"tensor_parallel_size": 2}
+    double = alone | {"quantization_config": FLAG}
     spread = double | {"enable_expert_parallel": True, "enable_ep_weight_filter": True}
     jobs = [Job(str(folder), prompts, double), Job(str(folder), prompts, spread)]
-    answers = run_jobs(jobs, tmp_path, timeout=400)
+    jobs.append(Job(converted(folder, tmp_path), prompts, alone))
+    *answers, offline = run_jobs(jobs, tmp_path, timeout=500)
+    assert offline == answers[0]
     reference = Int4Reference(folder)
     for each in answers:
         hold(reference, prompts, each)
     lines = SUMMARY.findall((tmp_path / "log.txt").read_text())
     counts = sorted((rank, layers, experts) for rank, layers, experts, *_ in lines)
     assert counts == [("0", "4", "32"), ("0", "4", "64"), ("1", "4", "32"), ("1", "4", "64")]
+    log = (tmp_path / "log.txt").read_text()
+    assert sorted(PACKED.findall(log)) == [("0", "4", "64"), ("1", "4", "64")]
 
 
 def test_simulated_gfx942(checkpoint, tmp_path, monkeypatch):
     """From the flag to tokens through upstream's AITER experts and the stand-in's fused MoE.
 
     KDA layers alone, for MLA asks for AITER's own normalization, which the stand-in does not have.
+    Then with the dtype of a real one, from the flag and from a converted checkpoint.
     """
     folder = checkpoint(stack=Stack.KDA, layers=3, expert_intermediate_size=384)
     paths = f"{SUPPORT / 'simulated_gpu'}:{SUPPORT / 'aiter_stand_in'}"
@@ -132,15 +161,24 @@ def test_simulated_gfx942(checkpoint, tmp_path, monkeypatch):
         monkeypatch.setitem(k3_engine.ENVIRONMENT, name, value)
     prompts = make_prompts()[:2]
     flag = {"quantization_config": FLAG}
-    (answers,) = run_jobs([Job(str(folder), prompts, flag)], tmp_path)
+    real = {"dtype": "bfloat16"}
+    answers, online, offline = run_jobs(
+        [
+            Job(str(folder), prompts, flag),
+            Job(str(folder), prompts, flag | real),
+            Job(converted(folder, tmp_path), prompts, real),
+        ],
+        tmp_path,
+    )
     hold(Int4Reference(folder), prompts, answers)
+    assert offline == online
     log = (tmp_path / "log.txt").read_text()
     assert "Using AiterExperts" in log or "Using AiterMxfp4Experts" in log
     # Upstream's own warning; this project adds none to it.
     assert log.count("was explicitly enabled by") == 1
     assert WARNING not in log
-    (line,) = SUMMARY.findall(log)
-    assert line[:4] == ("0", "2", "32", "mse")
+    assert {line[:4] for line in SUMMARY.findall(log)} == {("0", "2", "32", "mse")}
+    assert PACKED.findall(log) == [("0", "2", "32")]
 
 
 def test_weights_are_updated_twice(checkpoint, tmp_path):

@@ -12,6 +12,7 @@ from k3_compare import compare, make_prompts
 from k3_engine import Job, run_jobs
 
 import vllm
+from vllm.entrypoints.kimi_k3.conversion import ConvertOptions, convert_checkpoint
 
 ROOT = Path(__file__).parents[4]
 
@@ -35,7 +36,17 @@ def test_next_release_equals_reference(next_release, checkpoint, tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", str(next_release))
     # This release's metadata names no CPU build.
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    folder = checkpoint()
-    (answers,) = run_jobs([Job(str(folder), make_prompts())], tmp_path / "jobs")
+    folder, prompts = checkpoint(), make_prompts()[:1]
+    flag = {"quantization_config": {"moe": {"weight": "int4_per_group_32"}}}
+    convert_checkpoint(folder, tmp_path / "int4", ConvertOptions())
+    answers, online, offline = run_jobs(
+        [
+            Job(str(folder), make_prompts()),
+            Job(str(folder), prompts, flag),
+            Job(str(tmp_path / "int4"), prompts),
+        ],
+        tmp_path / "jobs",
+    )
     assert (tmp_path / "jobs" / "version.txt").read_text().startswith("0.33.0")
     compare(folder, make_prompts(), answers)
+    assert offline == online

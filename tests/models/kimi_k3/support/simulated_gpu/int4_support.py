@@ -17,7 +17,12 @@ from vllm.config import VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.simulated import simulated_parallel
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, RoutedExperts
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
+from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -87,9 +92,9 @@ def build_layer(
     beta: float | None = 4.0,
     linear_beta: float | None = 25.0,
     activation: str = "situ",
-    quant: type[Mxfp4Config] = Mxfp4Config,
+    quant: Callable[[], QuantizationConfig] = Mxfp4Config,
 ) -> RoutedExperts:
-    """A real layer of MXFP4 experts; sizes are those over all ranks."""
+    """A real layer of experts, MXFP4 ones by default; sizes are those over all ranks."""
     runner = FusedMoEFactory(
         num_experts=experts,
         top_k=2,
@@ -117,3 +122,62 @@ def fill(layer: RoutedExperts, seed: int = 0) -> dict[str, torch.Tensor]:
         held[f"{projection}_weight"] = weight.data.clone()
         held[f"{projection}_weight_scale"] = scale.data.clone()
     return held
+
+
+def packed_description(group: dict | None = None, **weights) -> dict:
+    """What config.json says of packed int4 experts; changes are for what is not quite that."""
+    described = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    described |= {"group_size": 32, "dynamic": False} | weights
+    form = {"targets": ["Linear"], "format": "pack-quantized", "weights": described} | (group or {})
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form["format"],
+        "config_groups": {"group_0": form},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+
+
+def packed_quant(group: dict | None = None, **weights) -> CompressedTensorsConfig:
+    """The engine's configuration of such a checkpoint."""
+    return CompressedTensorsConfig.from_config(packed_description(group, **weights))
+
+
+def draw_experts(experts: int, hidden: int, inner: int, seed: int = 0) -> list[dict]:
+    """Random MXFP4 codes and scales of whole experts, as a checkpoint holds them."""
+    g = torch.Generator().manual_seed(seed)
+
+    def one(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (rows, width // 2), generator=g, dtype=torch.uint8)
+        return codes, torch.randint(112, 120, (rows, width // 32), generator=g).byte()
+
+    sizes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    return [{name: one(*size) for name, size in sizes.items()} for _ in range(experts)]
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, rule: str) -> dict[str, torch.Tensor]:
+    """The three tensors that take the place of one MXFP4 projection, by suffix."""
+    packed, scales, _ = convert_experts(
+        codes[None], scale[None], layout="pack_quantized", scale_rule=rule
+    )
+    shape = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
+    return {"weight": packed[0], "weight_scale": scales[0], "weight_shape": shape}
+
+
+def load(layer: RoutedExperts, expert: int, shard: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Hand tensors to a layer as the model's loader does."""
+    for suffix, tensor in tensors.items():
+        name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
+        param = getattr(layer, name)
+        param.weight_loader(
+            param, tensor, f"{layer.layer_name}.{name}", shard_id=shard, expert_id=expert
+        )
+
+
+def load_experts(layer: RoutedExperts, experts: list[dict], rule: str | None = None) -> None:
+    """Load whole experts, as MXFP4 or, with a scale rule, as packed int4."""
+    for number, expert in enumerate(experts):
+        for shard, (codes, scale) in expert.items():
+            if rule is None:
+                load(layer, number, shard, {"weight": codes, "weight_scale": scale})
+            else:
+                load(layer, number, shard, pack(codes, scale, rule))

@@ -15,7 +15,10 @@ ASKING = (
     "vllm._aiter_ops",
     f"{_LAYERS}.fused_moe.experts.rocm_aiter_moe",
     f"{_LAYERS}.fused_moe.oracle.mxfp4",
+    f"{_LAYERS}.fused_moe.oracle.int_wna16",
+    f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe",
     f"{_LAYERS}.quantization.mxfp4",
+    f"{_LAYERS}.quantization.utils.k3_int4.checkpoint",
     f"{_LAYERS}.quantization.utils.k3_int4.policy",
 )
 ARCHITECTURES = ("gfx942", "gfx950", "gfx1250")

@@ -6,9 +6,10 @@ Ledger
     What: `CompressedTensorsMoEMethod.get_moe_method` returns `PackedInt4MoEMethod` for SiTU experts
         in `pack-quantized` symmetric int4 with groups of 32, on the CPU platform and on gfx942 with
         AITER's fused MoE; on the CPU platform `Mxfp4MoEMethod` for those that a checkpoint keeps in
-        MXFP4 beside them.
+        MXFP4 beside them. With `--moe-backend flydsl` on gfx950 it refuses such SiTU experts.
     Why: on a CPU upstream has no experts for SiTU with either, and on gfx942 none but the
-        emulation, which expands int4 to bfloat16, four times the memory.
+        emulation, which expands int4 to bfloat16, four times the memory. Its FlyDSL method looks at
+        no activation and computes SiLU.
     How: wrap one static method; any other scheme, activation, GPU or `--moe-backend` goes to
         upstream as before.
     Upstream: none yet.
@@ -25,6 +26,7 @@ require(
     parameters=("quant_config", "layer", "layer_name"),
 )
 _method = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
+_mxfp4_method = require(_method)
 require(f"{_method}._build_moe_kernel", parameters=("self", "layer"))
 require(f"{_method}.get_fused_moe_quant_config", parameters=("self", "layer"))
 require(
@@ -45,9 +47,7 @@ def _serve_int4(wrapped, instance, args, kwargs):
 
                 return packed_method.PackedInt4MoEMethod(layer.moe_config, target)
         elif form == checkpoint.MXFP4_FORMAT and current_platform.is_cpu():
-            from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
-
-            return Mxfp4MoEMethod(layer.moe_config)
+            return _mxfp4_method(layer.moe_config)
         return wrapped(quant_config, layer, layer_name)
 
     return choose(*args, **kwargs)

@@ -85,18 +85,25 @@ def find_target(moe_backend: str) -> Target | None:
         moe_backend: `--moe-backend`; one that is not this project's is upstream's to serve.
 
     Raises:
-        Int4RefusedError: gfx942 without AITER's fused MoE. Upstream would expand the experts to
-            four times their memory there.
+        Int4RefusedError: gfx942 without AITER's fused MoE, where upstream would expand the experts
+            to four times their memory; gfx950 with a backend that would compute SiLU.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return Target.CPU if moe_backend in ("auto", "cpu") else None
-    if not current_platform.is_rocm() or moe_backend not in ("auto", "aiter"):
+    if not current_platform.is_rocm():
         return None
-    from vllm.platforms.rocm import on_gfx942
+    from vllm.platforms.rocm import on_gfx942, on_gfx950
 
-    if not on_gfx942():
+    if on_gfx950() and moe_backend == "flydsl":
+        raise Int4RefusedError(
+            "--moe-backend flydsl",
+            "a kernel that computes SiTU: vLLM calls this one for SiLU, whatever the model wants",
+            "Leave --moe-backend out.",
+            BY_CHECKPOINT,
+        )
+    if not on_gfx942() or moe_backend not in ("auto", "aiter"):
         return None
     from vllm.model_executor.layers.quantization.utils.k3_int4.aiter import check_enabled
 

@@ -197,18 +197,20 @@ def repack_layer(
 
 
 def repack_in_place(
-    weight: torch.Tensor, scale: torch.Tensor, chunk_experts: int = CHUNK_EXPERTS
+    weight: torch.Tensor, scale: torch.Tensor, chunk_experts: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Change compressed-tensors' order into AITER's (see `mxfp4_int4.layouts` for both).
 
     Args:
         weight: uint8 ``[E, N, K/2]``, the bytes of int32 words; N a multiple of 16, K of 64.
         scale: bfloat16 ``[E, N, K/32]``.
-        chunk_experts: so many experts are copied at a time, which bounds the extra memory.
+        chunk_experts: so many experts are copied at a time, which bounds the extra memory: two
+            copies of them. None: eight on a GPU; one on a CPU, where it stays in the cache.
 
     Returns:
         The same memory: uint8 ``[E, N, K/2]``, and the scales, flat.
     """
+    chunk_experts = chunk_experts or (1 if weight.device.type == "cpu" else CHUNK_EXPERTS)
     with _whole_or_condemned(scale):
         for start in range(0, weight.shape[0], chunk_experts):
             chunk = slice(start, start + chunk_experts)
@@ -228,11 +230,13 @@ def place_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """
     experts, rows, half = packed.shape
     tiles = packed.view(torch.int64).view(experts, rows // 16, 16, half // 16, 2)
-    words = tiles.permute(0, 1, 3, 4, 2).contiguous().view(torch.int32)
+    moved = tiles.permute(0, 1, 3, 4, 2).clone(memory_format=torch.contiguous_format)
+    words = moved.view(torch.int32)
     # From code + 8 to two's complement.
     words ^= -0x77777778
+    swapped = torch.empty_like(words)
     for shift, kept in ((8, 0x0000FF00), (4, 0x00F000F0)):
-        swapped = words >> shift
+        torch.bitwise_right_shift(words, shift, out=swapped)
         swapped ^= words
         swapped &= kept
         words ^= swapped
@@ -253,9 +257,9 @@ def _whole_or_condemned(scale: torch.Tensor) -> Iterator[None]:
 
 
 def _clear_padding(layer: "RoutedExperts", moe: "FusedMoEConfig") -> None:
-    """Set what lies past the checkpoint's intermediate size to zero, whatever is in memory there.
+    """Set what lies past the checkpoint's intermediate size to zero.
 
-    Kimi-K3's model clears padded weights itself, to zero bytes: to codes of -8.
+    A reload leaves whatever was in memory, and bytes of zero would be codes of -8.
     """
     inner = layer.w2_weight.shape[2] * 2
     real = moe.intermediate_size_per_partition_unpadded
