@@ -135,6 +135,31 @@ def test_chunks_change_nothing(chunk, limit, layout, monkeypatch):
     assert parts.stats == whole.stats
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("block", [1, 3000, 1 << 20])
+def test_blocks_and_threads_change_nothing(threads, block, layout, compiled, monkeypatch):
+    weight, scale = random_experts(e=3, n=48)
+    expected = convert._convert(weight, scale, layout, "mse", 8, False, False, convert.NAIVE)
+    monkeypatch.setattr(native, "BLOCK_BYTES", block)
+    monkeypatch.setattr(native, "SMALL_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = convert._convert(weight, scale, layout, "mse", 8, False, False, compiled)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out.weight, expected.weight)
+    assert torch.equal(out.scale, expected.scale)
+
+
+def test_buffers_that_are_not_contiguous_are_refused(compiled):
+    weight, scale = random_experts()
+    out, bits = torch.zeros(2, 32, 128).byte()[..., ::2], torch.zeros(2, 32, 4).short()
+    with pytest.raises(ValueError, match="contiguous"):
+        compiled.convert(weight, scale, "pack_quantized", "mse", out.view(2, 32, 64), bits)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("shape", [(0, 32, 128), (2, 0, 128), (2, 32, 0), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_empty(shape, in_place, converted_by, layout):

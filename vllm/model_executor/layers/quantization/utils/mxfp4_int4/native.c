@@ -172,8 +172,8 @@ static void write_aiter(const Block *block, const Codes *table, uint8_t *out) {
     for (int i = 0; i < LANES; i++) {
         // v0..v7 of a word become v0, v4, v1, v5, v2, v6, v3, v7: middle bytes, middle nibbles.
         Bytes x = load(block->words[i]);
-        x = __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-        Shorts pairs = (Shorts)x;
+        const Bytes middle = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+        Shorts pairs = (Shorts)look_up(x, middle);
         x = (Bytes)((pairs & 0xF00F) | (pairs & 0x00F0) << 4 | (pairs >> 4 & 0x00F0));
         NEW_CODES(x, i, low, high);
         x = low | high;
@@ -192,14 +192,17 @@ static void write_packed(const Block *block, const Codes *table, uint8_t *out) {
     }
 }
 
+// 8 bytes of x, those that `twice` names twice each: the low nibble and the high one.
+static inline Bytes nibbles(Bytes x, Bytes twice) {
+    Shorts pairs = (Shorts)look_up(x, twice);
+    return (Bytes)((pairs & 0x000F) | (pairs >> 4 & 0x0F00));
+}
+
 static void write_plain(const Block *block, const Codes *table, uint8_t *out) {
+    const Bytes front = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, back = front + 8;
     for (int i = 0; i < LANES; i++) {
-        Bytes x = load(block->words[i]);
-        NEW_CODES(x, i, low, high);
-        Bytes first = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
-                                              6, 22, 7, 23);
-        Bytes second = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
-                                               29, 14, 30, 15, 31);
+        Bytes x = load(block->words[i]), codes = load(table[block->map[i]][0]);
+        Bytes first = look_up(codes, nibbles(x, front)), second = look_up(codes, nibbles(x, back));
         memcpy(out + 2 * PACKED * i, &first, PACKED);
         memcpy(out + 2 * PACKED * i + PACKED, &second, PACKED);
     }

@@ -6,24 +6,13 @@ Reads packed e2m1 and e8m0 bytes, chooses the scale and writes codes and scales 
 layout; nothing in between goes through memory. Decides exactly as `naive` does, in integers.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from .definition import (
-    ABSMAX_FLOOR_BITS,
-    ABSMAX_FLOOR_BYTE,
-    ABSMAX_SCALE_OFFSET,
-    CANDIDATES,
-    MAGNITUDES,
-    OVERFLOW,
-    absmax_code,
-    candidate_code,
-    candidate_error,
-)
+from .definition import ABSMAX_FLOOR_BITS, CANDIDATES, MAGNITUDES, OVERFLOW, candidate_error
 from .layouts import aligned
 from .triton_bits import (
     PRMT,
@@ -38,6 +27,11 @@ from .triton_bits import (
     popcount,
     to_planes,
 )
+from .triton_tables import FLOOR_BYTES, tables
+
+# Columns of `triton_tables`.
+_COLUMNS = tl.constexpr(4)
+_BELOW, _MORE = (tl.constexpr(i) for i in (1, 2))
 
 AITER, PACK_QUANTIZED, PLAIN = (tl.constexpr(i) for i in range(3))
 _LAYOUT_CODES = {"aiter": 0, "pack_quantized": 1, "plain": 2}
@@ -46,52 +40,10 @@ WARPS = 4
 # A program holds whole blocks of 16 rows in registers, at most this many groups.
 HELD_GROUPS = 4096
 
-# "absmax" code maps in the table: by largest magnitude, then by byte under the 1e-6 floor.
-FLOOR_BYTES = range(100, 109)
 _FIRST_FLOOR_BYTE = tl.constexpr(FLOOR_BYTES[0])
 _FLOOR_MAPS = tl.constexpr(len(MAGNITUDES))
 _LAST_FLOOR = tl.constexpr(len(FLOOR_BYTES) - 1)
 _FLOOR_BITS = tl.constexpr(ABSMAX_FLOOR_BITS)
-
-
-# A row of the tables, int64: the new code of each magnitude, one a byte, for values above zero,
-# then for values below; then "mse": the |code|s, one a byte; "absmax": by largest magnitude the
-# last byte under the floor, and in the upper half the scale offset.
-_COLUMNS = tl.constexpr(4)
-_BELOW, _MORE = (tl.constexpr(i) for i in (1, 2))
-
-
-def _row(code: Callable[[int], int], layout: str) -> list[int]:
-    """The first three columns for one map of value (half units) to code."""
-    flip = 8 if layout == "pack_quantized" else 0
-    above, below = (
-        sum((code(sign * m) & 15 ^ flip) << 8 * i for i, m in enumerate(MAGNITUDES))
-        for sign in (1, -1)
-    )
-    sizes = sum(max(abs(code(m)), abs(code(-m))) << 8 * i for i, m in enumerate(MAGNITUDES))
-    return [above, below, sizes, 0]
-
-
-@lru_cache(maxsize=16)
-def _tables(scale_rule: str, layout: str, device: torch.device) -> torch.Tensor:
-    """int64 [maps, 4]. "mse": a map for each candidate. "absmax": for each largest magnitude, then
-    for each byte under the floor."""
-    if scale_rule == "mse":
-        rows = [_row(lambda v, c=c: candidate_code(v, c), layout) for c in CANDIDATES]
-    else:
-        tops = [(m, 200) for m in MAGNITUDES]
-        for byte in FLOOR_BYTES:
-            under = zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True)
-            tops.append((max(m for m, last in under if byte <= last), byte))
-        rows = [
-            _row(lambda v, t=top, b=byte: absmax_code(v, t, b) if abs(v) <= t else 0, layout)
-            for top, byte in tops
-        ]
-        for i, (floor, offset) in enumerate(
-            zip(ABSMAX_FLOOR_BYTE, ABSMAX_SCALE_OFFSET, strict=True)
-        ):
-            rows[i][_MORE.value] = floor + (offset << 32)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 # Error of each candidate at 1, 2, 3, 4, 6, 8, -8, 12, -12 half units, times 16 so that candidate
@@ -399,7 +351,7 @@ def convert_slab(
     _convert_kernel[(triton.cdiv(e * n * g, span),)](
         weight.view(torch.int64),
         scale,
-        _tables(scale_rule, layout, weight.device),
+        tables(scale_rule, layout, weight.device),
         target.view(torch.int64),
         bits,
         e * n * g,
