@@ -95,12 +95,38 @@ def test_plan_on_a_gpu_that_is_too_small(small):
         (("rehearse", "{}", "--order", "sideways"), "expected one of index, reverse, shuffled"),
         (("rehearse", "{}", "--world-hosts", 3), "8 ranks do not divide by 3 hosts"),
         (("rehearse", "{}", "--rank", 8), "rank 8 lies outside a layout of 8"),
+        (("rehearse", "{}", "--tp", 7), "attention heads: 96 is not divisible by 7 ranks"),
+        (("rehearse", "{}", "--plot", "{}"), "expected a file to write, found a folder"),
+        (("rehearse", "{}", "--plot", "{}/no/a.png"), "found no"),
     ],
 )
 def test_refusals(small, arguments, message):
     process = kimi_k3(*(str(argument).format(small) for argument in arguments))
     assert process.returncode == 2
     assert message in " ".join(process.stderr.replace("│", " ").split())
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(small, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('matplotlib')")
+    plot = ("--plot", tmp_path / "held.png")
+    process = kimi_k3("rehearse", small, *plot, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 2
+    assert "pip install 'vllm-kimi-k3[plot]'" in " ".join(process.stderr.replace("│", " ").split())
+
+
+def test_what_vllm_refuses_is_told_without_its_dump(small):
+    process = kimi_k3("rehearse", small, "--quantization", "nonsense")
+    assert process.returncode == 2
+    assert "unknown quantization name 'nonsense'" in process.stderr
+    assert "pydantic" not in process.stderr
+
+
+def test_small_models_are_planned_in_units_that_show_them(tmp_path):
+    folder = tmp_path / "tiny"
+    assert kimi_k3("make-checkpoint", folder).returncode == 0
+    process = kimi_k3("plan", folder, "--tp", 1)
+    assert "MiB" in process.stdout
+    assert "0.00" not in process.stdout
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ModelSpec
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
-from vllm.entrypoints.kimi_k3.rehearsal.components import EXPERTS, ORDER
+from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
+from vllm.entrypoints.kimi_k3.rehearsal.components import EXPERTS, ORDER, SCALES
 from vllm.entrypoints.kimi_k3.rehearsal.layout import FP8, Layout
 from vllm.entrypoints.kimi_k3.rehearsal.planned import Ranks, plan
 from vllm.entrypoints.kimi_k3.rehearsal.run import rehearse, resident
@@ -91,6 +92,18 @@ def test_components_are_in_order_and_add_up():
     assert tuple(found.components) == ORDER
     assert found.resident == sum(found.components.values())
     assert found.components[EXPERTS] == 92 * 896 * (768 * 1792 + 3584 * 192)
+
+
+def test_a_converted_checkpoint_is_planned_as_the_conversion_while_loading():
+    """The same bytes in the end, and none in between."""
+    config = ModelSpec().config()
+    online = plan(config, Ranks(8))
+    modules = frozenset(f"model.layers.{n}.block_sparse_moe.experts" for n in range(1, 93))
+    stored = plan(converted_config(config, modules, frozenset()), Ranks(8))
+    assert stored.components[EXPERTS] == online.components[EXPERTS]
+    assert stored.components[SCALES] == 2 * online.components[SCALES]
+    assert stored.resident == online.resident + online.int4_scales
+    assert (stored.int4_scales, stored.int4_transient) == (0, 0)
 
 
 def test_refusals_are_listed_at_once():

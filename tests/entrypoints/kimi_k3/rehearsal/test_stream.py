@@ -2,12 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Headers as a stream of tensors without memory: names, shapes, orders, and refusals."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from vllm.entrypoints.kimi_k3.rehearsal.index import INDEX_NAME
 from vllm.entrypoints.kimi_k3.rehearsal.stream import Order, headers, shards, tensors
 
 
@@ -82,3 +85,21 @@ def test_an_index_that_is_none(tmp_path, content, message):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         shards(tmp_path)
+
+
+def test_shards_are_held_to_the_index(checkpoint, tmp_path):
+    """vLLM takes what the shards hold and never looks whether the index says the same."""
+    for file in shards(checkpoint):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = json.loads((checkpoint / INDEX_NAME).read_text())
+    located = index["weight_map"]
+    first = next(iter(located))
+    for change, message in (
+        ({"ghost": located[first]}, r"the index places there, and it does not hold: ghost"),
+        ({first: next(n for n in located.values() if n != located[first])}, f".*{first}"),
+    ):
+        changed = index | {"weight_map": located | change}
+        (tmp_path / INDEX_NAME).write_text(json.dumps(changed))
+        for order in Order:
+            with pytest.raises(ValueError, match=message):
+                list(headers(tmp_path, order))

@@ -11,10 +11,12 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from vllm.entrypoints.kimi_k3.checkpoint.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -72,7 +74,7 @@ def split(tensors: Iterable[TensorSpec], count: int) -> list[Shard]:
 def write_shard(
     folder: Path,
     shard: Shard,
-    contents: Callable[[tuple[TensorSpec, ...]], Iterator[torch.Tensor]] | None,
+    contents: Callable[[tuple[TensorSpec, ...]], Iterator["torch.Tensor"]] | None,
 ) -> None:
     """Write one shard.
 
@@ -83,6 +85,8 @@ def write_shard(
             right size, which costs no disk space.
 
     """
+    import torch
+
     target = folder / shard.name
     partial = target.with_suffix(".partial")
     header = _header(shard)

@@ -19,7 +19,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.tensors import Role, checkpoint_tensors
 from vllm.entrypoints.kimi_k3.diagnosis.experts import Format, declared
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Finding, Level
 from vllm.entrypoints.kimi_k3.rehearsal.config import read_config
-from vllm.entrypoints.kimi_k3.rehearsal.stream import shards
+from vllm.entrypoints.kimi_k3.rehearsal.index import shards
 from vllm.entrypoints.kimi_k3.units import size
 
 AREA = "checkpoint"
@@ -53,14 +53,14 @@ def locate(name: str) -> Model:
         NoSuchModelError: The name can be neither.
     """
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return Model(path, name)
-    if path.exists():
+    if name and path.exists():
         raise NoSuchModelError(f"{name}: expected a checkpoint's folder, found a file")
     if not _HUB_ID.fullmatch(name):
         raise NoSuchModelError(
-            f"{name}: expected a checkpoint's folder or a hub id such as moonshotai/Kimi-K3, found "
-            "no such folder"
+            f"{name!r}: expected a checkpoint's folder or a hub id such as moonshotai/Kimi-K3, "
+            "found no such folder"
         )
     return Model(_cached(name), name)
 

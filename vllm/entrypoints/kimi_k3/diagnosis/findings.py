@@ -60,7 +60,9 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """The diagnosis in one line."""
-        what = f"{self.model} can be served here" if self.model else "this machine can serve"
+        what = "this machine can serve Kimi-K3"
+        if self.model is not None:
+            what = f"{self.model} can be served here"
         problems, warnings = self.of(Level.PROBLEM), self.of(Level.WARNING)
         if problems:
             first = problems[0]
@@ -96,7 +98,8 @@ def probed(
     """
     try:
         return list(probe())
-    except Exception as error:
+    # A package that ends the process on import must not end the diagnosis.
+    except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split()) or "no reason given"
         text = f"could not be found out: {type(error).__name__}: {reason}"
         return [Finding(area, subject, level, text)]

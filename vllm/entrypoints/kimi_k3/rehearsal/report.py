@@ -154,6 +154,7 @@ def check_plot(file: "Path") -> None:
         ValueError: matplotlib is not installed, cannot write this kind of file, or there is no
             folder for it.
     """
+    check_writable(file)
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -163,7 +164,6 @@ def check_plot(file: "Path") -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if file.suffix.lower().removeprefix(".") not in kinds:
         raise ValueError(f"{file}: expected a name that ends in one of {', '.join(kinds)}")
-    check_writable(file)
 
 
 def plot(rehearsal: "Rehearsal", file: "Path") -> None:

@@ -6,16 +6,14 @@ Opens every shard and reads no tensor. Names, dtypes and shapes are the file's o
 """
 
 import random
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vllm.entrypoints.kimi_k3.rehearsal.config import read_json
+from vllm.entrypoints.kimi_k3.rehearsal.index import INDEX_NAME, check_index, indexed, shards
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -32,7 +30,6 @@ _DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
-INDEX_NAME = "model.safetensors.index.json"
 Header = tuple[str, torch.dtype, list[int]]
 
 
@@ -42,63 +39,6 @@ class Order(StrEnum):
     INDEX = "index"  # shard by shard, as they lie in the files: what a real load does
     REVERSE = "reverse"
     SHUFFLED = "shuffled"  # all tensors at random, seeded
-
-
-def shards(folder: Path) -> list[Path]:
-    """Return a checkpoint's shards in the order in which vLLM reads them.
-
-    Raises:
-        FileNotFoundError: There are none, or one is missing: the index names it, or, without an
-            index, the other names say how many there are.
-        ValueError: The index is none.
-    """
-    index = folder / INDEX_NAME
-    if index.is_file():
-        names = set(_indexed(index))
-    else:
-        names = {file.name for file in folder.glob("*.safetensors")}
-        for numbered in [re.fullmatch(r"(.*-)(\d+)(-of-(\d+)\.safetensors)", n) for n in names]:
-            if numbered:
-                prefix, position, suffix, count = numbered.groups()
-                width = len(position)
-                names |= {f"{prefix}{n:0{width}}{suffix}" for n in range(1, int(count) + 1)}
-    files = [folder / name for name in sorted(names)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        what = f"{', '.join(missing[:5])} missing" if missing else "found none"
-        raise FileNotFoundError(f"{folder}: expected a checkpoint's safetensors shards, {what}")
-    return files
-
-
-def _indexed(index: Path) -> dict[str, set[str]]:
-    """Return shard -> the tensors that the index says it holds."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(
-            f"{index}: expected a weight_map of tensors to shards, found {weight_map!r}"
-        )
-    located: dict[str, set[str]] = defaultdict(set)
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index}: expected names of files beside it, found {name!r}")
-        located[name].add(tensor)
-    return located
-
-
-def _check_index(file: Path, found: Set[str], indexed: Set[str]) -> None:
-    """Hold a shard to its index: vLLM reads what the shard holds and never compares the two.
-
-    Raises:
-        ValueError: They differ; some of the names are given.
-    """
-    for names, what in (
-        (indexed - found, "the index places there, and it does not hold"),
-        (found - indexed, "it holds, and the index does not place there"),
-    ):
-        if names:
-            shown = ", ".join(sorted(names)[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"{file}: {len(names)} tensors that {what}: {shown}{more}")
 
 
 def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator[Header]:
@@ -114,7 +54,7 @@ def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator
             tensors than the index says.
     """
     index = folder / INDEX_NAME
-    located = _indexed(index) if index.is_file() else None
+    located = indexed(index) if index.is_file() else None
     if order is Order.INDEX:
         for file in shards(folder):
             yield from _read(file, located)
@@ -132,7 +72,7 @@ def _read(file: Path, located: dict[str, set[str]] | None) -> Iterator[Header]:
         with safe_open(file, framework="pt") as shard:
             names = shard.offset_keys()
             if located is not None:
-                _check_index(file, set(names), located[file.name])
+                check_index(file, set(names), located[file.name])
             for name in names:
                 part = shard.get_slice(name)
                 dtype = part.get_dtype()

@@ -18,7 +18,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.headers import (
 )
 from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, Manifest
 from vllm.entrypoints.kimi_k3.conversion.source import GROUP, PACKED, SCALE, WORK_NAME
-from vllm.entrypoints.kimi_k3.rehearsal.stream import shards
+from vllm.entrypoints.kimi_k3.rehearsal.index import shards
 
 _SHOWN = 10
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
