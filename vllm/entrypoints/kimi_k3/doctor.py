@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm.entrypoints.kimi_k3.output import quiet_vllm
+from vllm.entrypoints.kimi_k3.output import printable, quiet_vllm
 from vllm.entrypoints.kimi_k3.plan import (
     DEFAULT_UTILIZATION,
     AsJson,
@@ -95,10 +95,12 @@ def _print(found: "Diagnosis", console: "Console") -> None:
                 table.add_section()
             area = row.area
         table.add_row(
-            Text(row.level.value, _STYLES[row.level.value]), Text(row.subject), Text(row.text)
+            Text(row.level.value, _STYLES[row.level.value]),
+            Text(row.subject),
+            Text(printable(row.text)),
         )
     console.print(table)
     if found.command:
-        console.print(Text(f"serve it with: {found.command}"), soft_wrap=True)
+        console.print(Text(printable(f"serve it with: {found.command}")), soft_wrap=True)
     style = "bold red" if not found.ready else "bold green"
-    console.print(Text(found.verdict, style), soft_wrap=True)
+    console.print(Text(printable(found.verdict), style), soft_wrap=True)

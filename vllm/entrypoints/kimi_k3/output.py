@@ -3,11 +3,15 @@
 """What all commands share about what they print: a full disk, a closed pipe, vLLM's own log."""
 
 import errno
+import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import typer
 
 
 def run(command_line: Callable[[], object]) -> None:
@@ -15,6 +19,10 @@ def run(command_line: Callable[[], object]) -> None:
 
     A reader that has had enough (``| head``) is no error worth a word. Exit code 1 either way.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A name that is no text, or an ASCII terminal, is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             command_line()
@@ -30,6 +38,25 @@ def run(command_line: Callable[[], object]) -> None:
         if error.errno != errno.EPIPE and sys.stderr is not None:
             print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
+
+
+def printable(text: str) -> str:
+    """Return a text without what would steer a terminal: escapes in names of files and tensors."""
+    return "".join(
+        part if part.isprintable() or part == "\n" else part.encode("unicode_escape").decode()
+        for part in text
+    )
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse an option's number that is none; click lets NaN through every range.
+
+    Raises:
+        BadParameter: It is NaN or infinite.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a number, found {value}")
+    return value
 
 
 def _abandon_stdout() -> None:

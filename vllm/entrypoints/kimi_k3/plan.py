@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from vllm.entrypoints.kimi_k3.output import finite
+
 Model = Annotated[
     Path,
     typer.Argument(
@@ -45,6 +47,7 @@ Utilization = Annotated[
     typer.Option(
         min=0.01,
         max=1,
+        callback=finite,
         metavar="SHARE",
         help="Share of a GPU's memory that vLLM may use (its --gpu-memory-utilization).",
     ),
@@ -53,6 +56,7 @@ Measured = Annotated[
     float | None,
     typer.Option(
         min=0,
+        callback=finite,
         metavar="GIB",
         help="GiB that a running worker was seen to take; the table then names the part that is "
         "no weight.",

@@ -79,7 +79,7 @@ def report(
 
     try:
         if html is not None:
-            check_writable(html)
+            check_page(html)
         chosen = None if layers is None else parse_layers(layers)
         found = _make(destination, Choice(source, chosen, sample, worst))
         if html is not None:
@@ -96,6 +96,17 @@ def report(
     from vllm.entrypoints.kimi_k3.reporting.table import print_report
 
     print_report(Console(), found)
+
+
+def check_page(file: Path) -> None:
+    """Refuse a page that could not be written, or would replace something that is none.
+
+    Raises:
+        ValueError: See above.
+    """
+    check_writable(file)
+    if file.suffix.lower() not in (".html", ".htm") and not (file.exists() and not file.is_file()):
+        raise ValueError(f"{file}: expected a name that ends in .html")
 
 
 def parse_layers(text: str) -> frozenset[int]:

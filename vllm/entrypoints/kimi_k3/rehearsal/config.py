@@ -27,6 +27,8 @@ _POSITIVE = (
 )
 # Far beyond any model; a size above it is a mistake, not a plan.
 _LARGEST = 2**31
+# The same for routed experts in all layers (Kimi-K3: 82,432), each of which is looked at.
+_MOST_EXPERTS = 10_000_000
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -36,6 +38,9 @@ def read_json(file: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
         ValueError: It holds something else.
     """
+    if file.exists() and not file.is_file():
+        # A pipe would be waited for, and a device read without end.
+        raise ValueError(f"{file}: expected a file with JSON, found no regular file")
     try:
         found = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -86,6 +91,12 @@ def check_config(config: dict[str, Any]) -> None:
     ]
     if problems:
         raise ValueError("expected a Kimi-K3: " + "; ".join(problems))
+    experts = text.get("num_experts", 1) * text.get("num_hidden_layers", 1)
+    if experts > _MOST_EXPERTS:
+        raise ValueError(
+            "expected a Kimi-K3: num_experts times num_hidden_layers: expected at most "
+            f"{_MOST_EXPERTS:,}, found {experts:,}"
+        )
     layers, kda = text.get("num_hidden_layers", 0), text["linear_attn_config"].get("kda_layers", [])
     if not isinstance(kda, list) or not all(_is_size(n, 1) and n <= layers for n in kda):
         raise ValueError(

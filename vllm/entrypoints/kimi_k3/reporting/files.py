@@ -145,9 +145,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not (folder / MANIFEST_NAME).exists():
         return None
     try:
-        return Manifest.read(folder)
+        found = Manifest.read(folder)
     except (OSError, ValueError) as error:
         raise ReportError(folder, [str(error)]) from error
+    tools = found.tools if isinstance(found.tools, dict) else {"": None}
+    texts = (found.source, found.scale_rule, *tools, *tools.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise ReportError(folder, [f"{MANIFEST_NAME}: not a conversion's manifest"])
+    return found
 
 
 def find_matrices(result: Checkpoint, manifest: Manifest | None) -> list[Matrix]:
@@ -157,7 +162,13 @@ def find_matrices(result: Checkpoint, manifest: Manifest | None) -> list[Matrix]
         ReportError: With everything that is wrong with them; or there are none.
     """
     problems = [] if manifest is None else list(_differences(result, manifest))
-    places = {tensor: name for name, header in result.headers.items() for tensor in header.entries}
+    places: dict[str, str] = {}
+    for name, header in result.headers.items():
+        problems += [
+            f"{tensor}: in {places[tensor]} and again in {name}"
+            for tensor in header.entries.keys() & places.keys()
+        ]
+        places |= dict.fromkeys(header.entries, name)
     found, mxfp4 = [], 0
     for tensor, shard in places.items():
         module, _, leaf = tensor.rpartition(".")

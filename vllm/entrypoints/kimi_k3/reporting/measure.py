@@ -53,10 +53,14 @@ def measure_all(
     # Before there are threads: the package must not be imported by two of them at once.
     _tables()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
+    try:
         for start in range(0, len(matrices), BATCH):
             batch = matrices[start : start + BATCH]
             yield from pool.map(lambda matrix: measure_matrix(matrix, share, keep), batch)
+    finally:
+        # Whoever stops in between does not wait for the rest of the batch.
+        pool.shutdown(cancel_futures=True)
 
 
 def measure_matrix(matrix: Matrix, share: float, keep: int) -> tuple[Figures, list[Group]]:

@@ -22,9 +22,13 @@ def print_report(console: Console, report: Report) -> None:
     console.print(_layers(report))
     total = report.total
     codes = [(str(code), (count,)) for code, count in total.code_histogram().items()]
-    console.print(_histogram("Codes", "code", codes))
-    scales = [(power(exponent), pair) for exponent, pair in total.scale_histogram().items()]
-    console.print(_histogram("Scales, from this size to its double", "size", scales))
+    mark = "#" if console.options.ascii_only else "█"
+    console.print(_histogram("Codes", "code", codes, mark))
+    scales = [
+        (f"2^{exponent}" if console.options.ascii_only else power(exponent), pair)
+        for exponent, pair in total.scale_histogram().items()
+    ]
+    console.print(_histogram("Scales, from this size to its double", "size", scales, mark))
     if report.worst:
         console.print(_worst(report))
     for line in summary(report):
@@ -87,7 +91,9 @@ def _layers(report: Report) -> Table:
     return table
 
 
-def _histogram(title: str, what: str, rows: Sequence[tuple[str, tuple[int, ...]]]) -> Table:
+def _histogram(
+    title: str, what: str, rows: Sequence[tuple[str, tuple[int, ...]]], mark: str
+) -> Table:
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(what, justify="right")
     table.add_column("share", justify="right")
@@ -95,7 +101,7 @@ def _histogram(title: str, what: str, rows: Sequence[tuple[str, tuple[int, ...]]
     total = sum(sum(counts) for _, counts in rows) or 1
     most = max((sum(counts) for _, counts in rows), default=0) or 1
     for label, counts in rows:
-        bar = "█" * round(_BAR * sum(counts) / most)
+        bar = mark * round(_BAR * sum(counts) / most)
         table.add_row(label, percent(sum(counts) / total, 1), bar)
     return table
 
