@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .definition import ABSMAX_FLOOR_BITS, CANDIDATES, MAGNITUDES, OVERFLOW, candidate_error
 from .layouts import aligned
+from .lookup_tables import FLOOR_BYTES
 from .triton_bits import (
     PRMT,
     SPELLED,
@@ -27,7 +28,7 @@ from .triton_bits import (
     popcount,
     to_planes,
 )
-from .triton_tables import FLOOR_BYTES, tables
+from .triton_tables import tables
 
 # Columns of `triton_tables`.
 _COLUMNS = tl.constexpr(4)
