@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Shards as tasks of a local Ray cluster, and what is said where there is none."""
+
+import builtins
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from files import digests
+
+from vllm.entrypoints.kimi_k3.conversion import (
+    ConversionFailed,
+    ConvertOptions,
+    convert_checkpoint,
+)
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+@pytest.fixture
+def cluster(tmp_path_factory, monkeypatch):
+    """One machine, two cores."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Sockets have short names, and pytest's folders long ones.
+    folder = tmp_path_factory.getbasetemp().parent / f"ray{os.getpid()}"
+    start = ["start", "--head", "--num-cpus=2", "--include-dashboard=false", f"--port={port}"]
+    start += ["--object-store-memory=80000000", f"--temp-dir={folder}", "--disable-usage-stats"]
+    subprocess.run([RAY, *start], check=True, capture_output=True)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    yield
+    subprocess.run([RAY, "stop", "--force"], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_the_same_files_and_the_same_errors(cluster, source, result, tmp_path):
+    script = Path(sys.executable).with_name("kimi-k3")
+    command = [script, "convert", source, tmp_path / "out", "--ray"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "4 of 4 shards converted" in process.stdout
+    assert digests(tmp_path / "out") == digests(result)
+    # What a task finds wrong comes back by name.
+    shard = tmp_path / "out" / "model-00003-of-000004.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    process = subprocess.run([*command, "--verify"], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert f"{shard.name}: SHA-256 of the result" in process.stderr
+
+
+def test_without_ray_it_says_what_to_install(source, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name == "ray":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConversionFailed, match=r"pip install 'vllm-kimi-k3\[ray\]'"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(ray=True))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_without_a_cluster_it_says_how_to_start_one(source, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConversionFailed, match=r"found none running here.*ray start --head"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(ray=True))
+    assert not (tmp_path / "out").exists()
