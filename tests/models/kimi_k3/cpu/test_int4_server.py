@@ -20,9 +20,11 @@ from k3_server import Server, environment, free_port, serve_command
 from openai import OpenAI
 
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat
+from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
 
 FLAG = ("--quantization-config.moe.weight", "int4_per_group_32")
 REFUSED = "--quantization-config.moe.weight int4_per_group_32 is refused: found "
+PACKED_REFUSED = "the checkpoint of packed int4 experts is refused: found "
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 90
 
@@ -81,6 +83,12 @@ def become_llama(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def become_int4(folder: Path) -> None:
+    """The config.json of a converted checkpoint; its weights are not looked for."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(converted_config(json.loads(file.read_text()), (), ())))
+
+
 @dataclass(frozen=True)
 class Case:
     """One refusal: what the message says was found, what else it says, and how to get there."""
@@ -91,6 +99,7 @@ class Case:
     arguments: tuple[str, ...] = FLAG
     checkpoint: dict = field(default_factory=dict)
     spoil: Callable[[Path], None] = lambda folder: None
+    refused: str = REFUSED
 
 
 def spelled(**config) -> tuple[str, str]:
@@ -124,6 +133,19 @@ CASES = {
         "a checkpoint with unquantized weights",
         "nothing to convert",
         checkpoint={"expert_format": ExpertFormat.BF16},
+    ),
+    "int4 already": Case(
+        "a checkpoint whose experts are int4 already",
+        "the checkpoint is served as it is",
+        spoil=become_int4,
+    ),
+    "int4 already, AITER without act": Case(
+        "AITER 0.0.stand-in, whose flydsl_a16w4_gemm1 has no keyword 'act'",
+        "serve the MXFP4 checkpoint that it was made from",
+        gpu("gfx942", "without-act"),
+        ("--dtype=bfloat16",),
+        spoil=become_int4,
+        refused=PACKED_REFUSED,
     ),
     "ignore list": Case(
         "an ignore list, ['model.layers.*'], that holds all 4 MoE layers",
@@ -185,7 +207,7 @@ def ends(checkpoint, tmp_path_factory) -> dict[str, tuple[int, str]]:
 def test_refusals(ends, name):
     code, output = ends[name]
     case = CASES[name]
-    assert f"{REFUSED}{case.found}" in output, output[-5000:]
+    assert f"{case.refused}{case.found}" in output, output[-5000:]
     assert "; needed: " in output
     assert case.says in output
     assert code not in (0, None)

@@ -10,10 +10,14 @@ import pytest
 import torch
 from int4_support import build_layer, make_config, packed_quant, rank_of
 
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.rocm_aiter_moe import AiterExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import Int4RefusedError
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    check_moe_marlin_supports_config,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
@@ -120,30 +124,42 @@ def test_refusals_come_before_there_are_weights(on_gpu, monkeypatch, name):
     assert "flag" not in message
 
 
-# What docs/int4.md says of stock vLLM: experts class -> knows SiTU, knows int4 with groups of 32.
+SITU = "kernel does not support MoEActivation.SITU activation"
+# What docs/int4.md says of stock vLLM: experts, and why they would not serve these on their device.
 STOCK = {
-    "marlin_moe.MarlinExperts": (True, True),
-    "marlin_moe.BatchedMarlinExperts": (True, True),
-    "fused_humming_moe.HummingIndexedExperts": (True, True),
-    "rdna3_moe.Rdna3WNA16Experts": (True, True),
-    "int4_emulation_moe.Int4EmulationTritonExperts": (True, True),
-    "triton_moe.TritonWNA16Experts": (False, True),
-    "trtllm_mxint4_moe.TrtLlmMxint4ExpertsMonolithic": (False, True),
-    "xpu_moe.XPUExpertsWNA16": (False, True),
-    "cpu_moe.CPUExpertsInt4": (False, False),
-    "zentorch_moe.ZentorchExpertsInt4": (False, True),
+    "marlin_moe.MarlinExperts": None,
+    "int4_emulation_moe.Int4EmulationTritonExperts": None,
+    "rdna3_moe.Rdna3WNA16Experts": None,
+    "triton_moe.TritonWNA16Experts": SITU,
+    "trtllm_mxint4_moe.TrtLlmMxint4ExpertsMonolithic": SITU,
+    "xpu_moe.XPUExpertsWNA16": SITU,
+    "cpu_moe.CPUExpertsInt4": SITU,
+    "zentorch_moe.ZentorchExpertsInt4": SITU,
 }
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_what_stock_has_for_them(name):
+def test_what_stock_has_for_them(monkeypatch, name):
+    """Every class that upstream's choice knows for int4, asked as upstream asks it."""
     module, _, experts = name.partition(".")
     cls = getattr(import_module(f"{EXPERTS}.{module}"), experts)
-    found = (
-        cls._supports_activation(MoEActivation.SITU),
-        cls._supports_quant_scheme(kInt4Static32, None),
+    monkeypatch.setattr(cls, "_supports_current_device", staticmethod(lambda: True))
+    moe = build(hidden=3584, inner=3072, experts=2, tp=8).moe_config
+    assert check_moe_marlin_supports_config(moe, 32, allow_tile_padding=True)
+    supported, reason = cls.is_supported_config(
+        cls, moe, kInt4Static32, None, FusedMoEActivationFormat.Standard
     )
-    assert found == STOCK[name]
+    assert (supported, reason) == (STOCK[name] is None, STOCK[name])
+
+
+def test_what_stock_chooses_from():
+    """CUTLASS and AITER are not among them; Humming cannot be asked without its package."""
+    chosen = {backend.value for backend in int_wna16._get_priority_backends()}
+    assert chosen == {"CPU", "ZEN_CPU"}
+    assert {backend.value for backend in int_wna16.WNA16MoEBackend} - chosen == {
+        *("MARLIN", "BATCHED_MARLIN", "HUMMING", "FLASHINFER_TRTLLM"),
+        *("TRITON", "XPU", "EMULATION", "RDNA3"),
+    }
 
 
 def test_upstreams_flydsl_method_computes_silu():
