@@ -2,9 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Whole diagnoses, on this machine and on ones that are not here."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat
+from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from vllm.entrypoints.kimi_k3.conversion import ConvertOptions, convert_checkpoint
 from vllm.entrypoints.kimi_k3.diagnosis import diagnose as module
 from vllm.entrypoints.kimi_k3.diagnosis.diagnose import Wish, diagnose
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Diagnosis, Level
@@ -92,6 +97,25 @@ def test_gfx942(on, mxfp4, int4):
     assert found.command == f"vllm serve {int4} --load-format safetensors"
     found = problems(diagnose(str(mxfp4), Wish(), {}))
     assert "VLLM_ROCM_USE_AITER=1" in found["VLLM_ROCM_USE_AITER"]
+
+
+def test_a_checkpoint_converted_in_part(on, mxfp4, tmp_path):
+    options = ConvertOptions(workers=1, exclude=("*.layers.2.*",))
+    convert_checkpoint(mxfp4, tmp_path / "part", options)
+    on(host(15 * GIB))
+    found = diagnose(str(tmp_path / "part"), Wish(), {})
+    assert found.ready, found.verdict
+    on(gpus("gfx942"))
+    found = diagnose(str(tmp_path / "part"), Wish(), {"VLLM_ROCM_USE_AITER": "1"})
+    assert "convert all of them" in problems(found)["kernel"]
+
+
+def test_a_checkpoint_that_is_not_quantized(on, tmp_path):
+    spec = replace(PRESETS["tiny"], layers=2, vision=None, expert_format=ExpertFormat.BF16)
+    write_checkpoint(tmp_path / "k3", spec, shards=1)
+    on(host(15 * GIB))
+    found = diagnose(str(tmp_path / "k3"), Wish(), {})
+    assert found.verdict.startswith("ready: "), found.verdict
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(192, False), (256, True), (288, True)])

@@ -26,7 +26,7 @@ def rocm(architecture: str, aiter: Aiter | None = READY) -> Machine:
         (CPU, Format.MXFP4, OK, "MXFP4 in memory"),
         (CPU, Format.INT4, OK, "int4 in memory"),
         (CPU, Format.PLAIN, OK, "unquantized"),
-        (CPU, Format.MIXED, WARNING, "no test here"),
+        (CPU, Format.MIXED, OK, "stay as they are"),
         (CPU, Format.OTHER, PROBLEM, "expected MXFP4"),
         (rocm("gfx942"), Format.MXFP4, WARNING, "become int4 while they load"),
         (rocm("gfx942"), Format.INT4, OK, "AITER's packed-int4 kernels"),
@@ -34,11 +34,13 @@ def rocm(architecture: str, aiter: Aiter | None = READY) -> Machine:
         (rocm("gfx942", Aiter("1", False, "", True)), Format.INT4, PROBLEM, "switched off"),
         (rocm("gfx942", Aiter(None)), Format.MXFP4, PROBLEM, "not installed"),
         (rocm("gfx950"), Format.MXFP4, OK, "AITER's SiTU kernels, MXFP4"),
-        (rocm("gfx950"), Format.INT4, PROBLEM, "serve the MXFP4 checkpoint"),
+        (rocm("gfx942"), Format.MIXED, PROBLEM, "no kernel for the layers"),
+        (rocm("gfx950"), Format.INT4, WARNING, "four times the memory"),
+        (rocm("gfx950"), Format.MIXED, WARNING, "four times the memory"),
         (rocm("gfx950", Aiter("1", True, "", False)), Format.MXFP4, PROBLEM, "Situv2"),
         (rocm("gfx1250"), Format.MXFP4, WARNING, "untried"),
         (CUDA, Format.MXFP4, NOTE, "NVIDIA classes"),
-        (CUDA, Format.INT4, PROBLEM, "no NVIDIA kernel"),
+        (CUDA, Format.INT4, NOTE, "Marlin"),
         (Machine(Kind.OTHER, "X"), Format.MXFP4, PROBLEM, "nothing computes"),
     ],
 )
@@ -53,6 +55,7 @@ def test_only_mxfp4_on_gfx942_needs_the_flag():
     assert found.converts
     assert " ".join(found.arguments) == INT4_FLAG
     assert way(rocm("gfx942"), Format.INT4).arguments == ()
+    assert way(rocm("gfx950"), Format.INT4).expands
 
 
 def test_the_flag_is_the_engines():

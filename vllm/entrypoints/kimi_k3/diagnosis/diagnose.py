@@ -18,6 +18,7 @@ from vllm.entrypoints.kimi_k3.diagnosis import machine as machines
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Diagnosis, Finding, Level, probed
 from vllm.entrypoints.kimi_k3.diagnosis.machine import Kind, Machine
 from vllm.entrypoints.kimi_k3.rehearsal import planned
+from vllm.entrypoints.kimi_k3.rehearsal.components import EXPERTS
 
 VLLM = "vLLM"
 _READERS = ("auto", "safetensors")
@@ -124,7 +125,7 @@ def _model(
     if found.kind is Kind.CPU:
         yield from probed(experts.AREA, "sizes", partial(_sizes_on_cpu, text, ranks, wish))
     share: list[float] = []
-    judged = partial(_memory, config, wish, ranks, found, environ, way.converts, share)
+    judged = partial(_memory, config, stored, wish, ranks, found, environ, way, share)
     yield from probed(memory.AREA, "plan", judged)
     if share:
         arguments += ["--gpu-memory-utilization", f"{share[0]:.2f}"]
@@ -154,22 +155,40 @@ def _sizes_on_cpu(text: Mapping[str, Any], ranks: int, wish: Wish) -> Iterator[F
         yield Finding(experts.AREA, "sizes", Level.OK, "the CPU's kernels take them")
 
 
+def _planned_as(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a configuration with experts in another format, one that a plan can be made for."""
+    text = config.get("text_config", config)
+    changed = text | {"quantization_config": {"format": name}}
+    return {**config, "text_config": changed} if text is not config else changed
+
+
 def _memory(
     config: dict[str, Any],
+    stored: experts.Format,
     wish: Wish,
     ranks: int,
     found: Machine,
     environ: Mapping[str, str],
-    converts: bool,
+    way: experts.Way,
     share: list[float],
 ) -> Iterator[Finding]:
     layout = planned.Ranks(ranks, 0, wish.expert_parallel)
+    if stored is experts.Format.MIXED:
+        # The larger of its two formats.
+        config = _planned_as(config, "pack-quantized")
+    elif stored is experts.Format.PLAIN:
+        config = _planned_as(config, "mxfp4-pack-quantized")
     try:
         plan = planned.plan(config, layout)
     except ValueError as error:
         yield Finding(memory.AREA, "plan", Level.PROBLEM, str(error))
         return
-    need = plan.worker + (plan.int4_scales + plan.int4_transient if converts else 0)
+    need = plan.worker
+    if way.converts:
+        need += plan.int4_scales + plan.int4_transient
+    if way.expands or stored is experts.Format.PLAIN:
+        # bfloat16 in place of four bits.
+        need += 3 * plan.components[EXPERTS]
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     cache = int(space) * 2**30 if space.isdigit() else None
     yield from memory.judge(found, need, ranks, wish.utilization, cache)

@@ -35,11 +35,13 @@ class Way:
     Attributes:
         finding: What will compute them, or why nothing will.
         arguments: What `vllm serve` needs for it.
+        expands: Whether they become bfloat16, four times as large, while they load.
         converts: Whether they become int4 while they load.
     """
 
     finding: Finding
     arguments: tuple[str, ...] = ()
+    expands: bool = False
     converts: bool = False
 
 
@@ -76,21 +78,15 @@ def way(machine: Machine, found: Format) -> Way:
     """Say what computes SiTU experts of a format on a machine."""
     if found is Format.OTHER:
         return _no("expected MXFP4, int4 with groups of 32, or unquantized weights")
-    if found is Format.MIXED:
-        text = "layers in MXFP4 beside layers in int4: no test here has served such a checkpoint"
-        return _way(Level.WARNING, text)
     if machine.kind is Kind.CPU:
         return _on_cpu(found)
     if machine.kind is Kind.ROCM:
         return _on_rocm(machine, found)
     if machine.kind is Kind.CUDA:
-        if found is Format.INT4:
-            return _no(
-                "no NVIDIA kernel of vLLM takes SiTU with int4 experts; serve the MXFP4 checkpoint"
-            )
+        kernel = "Marlin experts" if found is Format.INT4 else "choice of a kernel"
         return _way(
             Level.NOTE,
-            "vLLM's own NVIDIA classes choose a kernel; nothing of this project is involved",
+            f"vLLM's own NVIDIA classes and {kernel}; nothing of this project is involved",
         )
     return _no(f"nothing computes Kimi-K3 on {machine.platform}")
 
@@ -109,6 +105,7 @@ def _on_cpu(found: Format) -> Way:
         {
             Format.MXFP4: "torch experts; weights stay MXFP4 in memory",
             Format.INT4: "torch experts; weights stay int4 in memory",
+            Format.MIXED: "torch experts; each layer's weights stay as they are in memory",
             Format.PLAIN: "torch experts, unquantized",
         }[found],
     )
@@ -119,7 +116,10 @@ def _on_rocm(machine: Machine, found: Format) -> Way:
     if aiter is None or aiter.version is None:
         return _no("needs AITER, which is not installed")
     if not aiter.enabled:
-        return _no("needs AITER's fused MoE, which is switched off or not for this GPU")
+        return _no(
+            "needs AITER's fused MoE, which is switched off or not for this GPU; what is left, "
+            "emulation, takes four times the memory"
+        )
     if machine.architecture == "gfx942" and found in (Format.MXFP4, Format.INT4):
         if aiter.int4:
             return _no(f"gfx942 computes them as int4 only, and this AITER cannot: {aiter.int4}")
@@ -132,13 +132,17 @@ def _on_rocm(machine: Machine, found: Format) -> Way:
             arguments=tuple(INT4_FLAG.split()),
             converts=True,
         )
+    if machine.architecture == "gfx942" and found is Format.MIXED:
+        return _no("gfx942 has no kernel for the layers that stayed in MXFP4; convert all of them")
+    if found in (Format.INT4, Format.MIXED):
+        return _way(
+            Level.WARNING,
+            f"on {machine.architecture} only vLLM's emulation takes int4 experts: it expands them "
+            "to bfloat16, four times the memory. Serve the MXFP4 checkpoint",
+            expands=True,
+        )
     if not aiter.situ:
         return _no("this AITER has no activation Situv2. Install one that has")
-    if found is Format.INT4:
-        return _no(
-            f"int4 experts are computed on gfx942 and on a CPU, not on {machine.architecture}; "
-            "serve the MXFP4 checkpoint"
-        )
     if found is Format.MXFP4 and machine.architecture != "gfx950":
         return _way(
             Level.WARNING,
