@@ -4,11 +4,12 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH ?= build/bench
 
 # vLLM takes seconds to import; without its compiled bytecode on disk, many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test slow lint types ledger wheel clean
+.PHONY: help env demo test slow bench lint types ledger wheel clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,6 +26,18 @@ test: env ## Run the tests that take no more than seconds each.
 
 slow: env ## Run the others: engines, servers, full sizes, downloads.
 	@$(VENV)/bin/python -m pytest -m "slow or network" $(PYTEST_ARGS)
+
+bench: env ## Run the CPU benchmarks: tables, JSON and plots in build/bench.
+	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev --extra plot
+	@$(VENV)/bin/python benchmarks/convert.py --threads 1 --json $(BENCH)/convert-cpu.json
+	@$(VENV)/bin/python benchmarks/convert.py --threads 1 --experts 2 \
+		--shapes tp1 tp2 tp4 tp8 tp16 tp32 ep8 --json $(BENCH)/convert-sizes.json
+	@$(VENV)/bin/python benchmarks/offline_convert.py --json $(BENCH)/offline-convert.json
+	@$(VENV)/bin/python benchmarks/load.py --json $(BENCH)/load.json
+	@$(VENV)/bin/python benchmarks/load.py --headers --json $(BENCH)/load-headers.json
+	@$(VENV)/bin/python benchmarks/kda_cpu.py --json $(BENCH)/kda-cpu.json
+	@$(VENV)/bin/python benchmarks/serve_cpu.py --json $(BENCH)/serve-cpu.json
+	@$(VENV)/bin/python benchmarks/plot.py $(BENCH) $(BENCH)
 
 lint: env ## Check style and format.
 	@$(VENV)/bin/ruff check

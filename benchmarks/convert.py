@@ -14,7 +14,6 @@ that differs ends the run with an error.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import threading
@@ -26,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _package import load_mxfp4_int4
+from _result import machine, write
 from recipe import convert_step_by_step
 
 load_mxfp4_int4()
@@ -45,8 +45,8 @@ HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
 
 
 def k3_shapes(tp: int = 1, ep: int = 1) -> dict[str, tuple[int, int, int]]:
-    """[E, N, K] of one layer on one rank of tp x ep."""
-    part = INTERMEDIATE // tp
+    """[E, N, K] of one layer on one rank of tp x ep. Slices are padded to whole pairs of groups."""
+    part = -(-INTERMEDIATE // tp // 64) * 64
     return {
         "w13": (EXPERTS // ep, 2 * part, HIDDEN),
         "w2": (EXPERTS // ep, HIDDEN, part),
@@ -271,15 +271,10 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     experts = args.experts or (16 if args.device == "cpu" else None)
-    card = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
-    machine = {
-        "device": card,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "command": " ".join(sys.argv),
-    }
-    print(json.dumps(machine))
+    where = machine(torch.get_num_threads())
+    if args.device == "cuda":
+        where["device"] = torch.cuda.get_device_name()
+    print(json.dumps(where))
     results = {}
     for group in args.shapes:
         total: dict[str, float] = {}
@@ -304,8 +299,7 @@ def main() -> None:
                     f"GB/s a core, recipe / this {busy['recipe'] / busy[variant]:6.1f}"
                 )
             print(line)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+    write(args.json, "convert", where, results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""Draws what the other benchmarks measured.
+
+    python benchmarks/plot.py build/bench docs/figures     # JSON files in, one SVG for each
+
+Draws every file that it knows by its "benchmark"; a bar is a median, its whisker the quartiles.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+# The same figures give the same file.
+matplotlib.rcParams |= {"svg.hashsalt": "kimi-k3", "font.size": 9}
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+BLUE, GREY = "#2a6fbb", "#9aa3ad"
+
+
+def bars(axes: Axes, rows: list[tuple[str, float, float, float, bool]], unit: str) -> None:
+    """Horizontal bars of (name, median, low, high, whether it is ours), the first on top."""
+    places = range(len(rows))
+    middle = [row[1] for row in rows]
+    errors = [[row[1] - row[2] for row in rows], [row[3] - row[1] for row in rows]]
+    colors = [BLUE if row[4] else GREY for row in rows]
+    axes.barh(places, middle, xerr=errors, color=colors, height=0.7, ecolor="#333333", capsize=2)
+    axes.set_yticks(places, [row[0] for row in rows])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(unit)
+    most = max(row[3] for row in rows)
+    for place, row in zip(places, rows, strict=True):
+        axes.text(row[3] + most * 0.015, place, f"{row[1]:.3g}", va="center")
+    axes.set_xlim(0, most * 1.12)
+
+
+def convert(found: dict[str, Any], figure: Figure) -> None:
+    """Bytes over time of every variant, one panel for each tensor."""
+    results = found["results"]
+    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
+    for axes, (name, one) in zip(panels, results.items(), strict=True):
+        rows = []
+        for variant, row in one["variants"].items():
+            low, high = row["quartiles"]
+            rates = [one["packed_bytes"] / s / 1e9 for s in (row["seconds"], high, low)]
+            rows.append((variant, *rates, variant not in ("copy", "recipe")))
+        bars(axes, rows, "GB/s of packed MXFP4")
+        axes.set_title(f"{name} {one['shape']}", loc="left")
+
+
+def load(found: dict[str, Any], figure: Figure) -> None:
+    """CPU seconds of streaming the same tensors."""
+    rows = [
+        (variant, one["median"], one["low"], one["high"], variant == "overlay")
+        for variant, one in found["results"]["variants"].items()
+    ]
+    axes = figure.subplots()
+    bars(axes, rows, "CPU seconds")
+    axes.set_title(f"{found['results']['tensors']:,} tensors through vLLM's loaders", loc="left")
+
+
+def kda_cpu(found: dict[str, Any], figure: Figure) -> None:
+    """Milliseconds of a KDA prefill, both forms."""
+    rows = [
+        (f"{form}, {tokens} tokens", *(1e3 * one[form][k] for k in ("median", "low", "high")), ours)
+        for tokens, one in found["results"].items()
+        for form, ours in (("recurrence", False), ("chunked", True))
+    ]
+    axes = figure.subplots()
+    bars(axes, rows, "milliseconds")
+    axes.set_title("KDA prefill on a CPU", loc="left")
+
+
+def serve_cpu(found: dict[str, Any], figure: Figure) -> None:
+    """Seconds of a prefill and of a decode, both kinds of experts."""
+    panels = figure.subplots(1, 2)
+    for axes, what in zip(panels, ("prefill", "decode"), strict=True):
+        rows = [
+            (kind, *(found["results"][kind][what][k] for k in ("median", "low", "high")), ours)
+            for kind, ours in (("mxfp4", False), ("int4", True))
+        ]
+        bars(axes, rows, "seconds")
+        axes.set_title(what, loc="left")
+
+
+KINDS: dict[str, tuple[Callable[[dict[str, Any], Figure], None], Callable[[Any], float]]] = {
+    "convert": (convert, lambda results: 0.4 + 2.2 * len(results)),
+    "load": (load, lambda results: 1.9),
+    "kda_cpu": (kda_cpu, lambda results: 0.9 + 0.5 * len(results)),
+    "serve_cpu": (serve_cpu, lambda results: 1.6),
+}
+
+
+def main() -> None:
+    """Draw all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="folder of JSON files")
+    parser.add_argument("figures", type=Path, help="folder to draw into")
+    options = parser.parse_args()
+    files = sorted(options.results.glob("*.json"))
+    if not files:
+        raise SystemExit(f"{options.results}: expected the JSON files of benchmarks, found none")
+    options.figures.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        found = json.loads(file.read_text())
+        if found.get("benchmark") not in KINDS:
+            continue
+        draw, height = KINDS[found["benchmark"]]
+        figure = Figure(figsize=(7.5, height(found["results"])), layout="constrained")
+        draw(found, figure)
+        target = options.figures / f"{file.stem}.svg"
+        figure.savefig(target, metadata={"Date": None})
+        print(target)
+
+
+if __name__ == "__main__":
+    main()
