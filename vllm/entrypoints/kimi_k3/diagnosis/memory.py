@@ -15,6 +15,8 @@ from vllm.entrypoints.kimi_k3.units import size
 AREA = "memory"
 # vLLM refuses to start where less is free than it is to use; other programs come and go.
 _MARGIN = 0.02
+_MORE_RANKS = "Use more ranks (--tp) or larger GPUs"
+_SMALLER = "Use a machine with more memory, or a smaller model"
 
 
 def judge(
@@ -43,7 +45,7 @@ def judge(
         )
     tightest = min(machine.memory[:ranks], key=lambda memory: memory.free)
     budget = int(tightest.total * utilization)
-    short = _fits(need, budget, f"{utilization:.0%} of {size(tightest.total)}")
+    short = _fits(need, budget, f"{utilization:.0%} of {size(tightest.total)}", _MORE_RANKS)
     if short is not None:
         yield short
         return
@@ -55,23 +57,22 @@ def _on_host(
 ) -> Iterator[Finding]:
     host, weights = machine.memory[0], need * ranks
     if cache is not None:
-        short = _fits(weights + cache * ranks, host.free, f"the {size(host.free)} that are free")
+        short = _fits(weights + cache * ranks, host.free, "what is free", _SMALLER)
         yield short or _ok(weights, host.free - weights - cache * ranks, "beside the KV cache")
         return
-    short = _fits(weights, int(host.total * utilization), f"{utilization:.0%} of the host's memory")
+    short = _fits(
+        weights, int(host.total * utilization), f"{utilization:.0%} of the memory", _SMALLER
+    )
     if short is not None:
         yield short
         return
     yield from _free(host.name, weights, host.total, host.free, utilization)
 
 
-def _fits(need: int, budget: int, what: str) -> Finding | None:
+def _fits(need: int, budget: int, what: str, advice: str) -> Finding | None:
     if need < budget:
         return None
-    text = (
-        f"weights take {size(need)}, more than {what}, {size(budget)}. Use more ranks (--tp), or "
-        "a larger --utilization if there is one"
-    )
+    text = f"they take {size(need)}, more than {what}, {size(budget)}. {advice}"
     return Finding(AREA, "weights", Level.PROBLEM, text)
 
 
