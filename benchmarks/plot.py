@@ -28,7 +28,8 @@ def bars(axes: Axes, rows: list[tuple[str, float, float, float, bool]], unit: st
     """Horizontal bars of (name, median, low, high, whether it is ours), the first on top."""
     places = range(len(rows))
     middle = [row[1] for row in rows]
-    errors = [[row[1] - row[2] for row in rows], [row[3] - row[1] for row in rows]]
+    # Of one round all three are equal, but for rounding.
+    errors = [[max(0.0, s * (row[1] - row[k])) for row in rows] for s, k in ((1, 2), (-1, 3))]
     colors = [BLUE if row[4] else GREY for row in rows]
     axes.barh(places, middle, xerr=errors, color=colors, height=0.7, ecolor="#333333", capsize=2)
     axes.set_yticks(places, [row[0] for row in rows])
