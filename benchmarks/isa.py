@@ -61,6 +61,7 @@ class Report:
         shared: Bytes of LDS or shared memory.
         spills: Registers spilled, and bytes of scratch memory.
         per_group: Vector instructions for a group of 32 codes.
+        integer: Of these, the ones of NVIDIA's integer pipe, which takes half a warp a cycle.
         loads: Bytes of a lane's access -> such loads in the code.
         stores: The same of stores.
     """
@@ -70,6 +71,7 @@ class Report:
     shared: int
     spills: int
     per_group: float
+    integer: float | None
     loads: dict[int, int]
     stores: dict[int, int]
 
@@ -135,6 +137,7 @@ def _amd_report(assembly: str, tiles: int) -> Report:
         + found["sgpr_spill_count"]
         + found["private_segment_fixed_size"],
         per_group=sum(name.startswith("v_") for name in names) / tiles,
+        integer=None,
         loads={width: n for (kind, width), n in sorted(widths.items()) if kind == "load"},
         stores={width: n for (kind, width), n in sorted(widths.items()) if kind == "store"},
     )
@@ -153,6 +156,10 @@ def _nvidia_report(cubin: bytes, tiles: int, shared: int) -> Report:
     widths = Counter((m[1], bits[m[2]]) for m in map(access.fullmatch, names) if m)
     # Not of the vector pipes: uniform registers, control flow, memory.
     other = re.compile(r"U[A-Z]|BRA|EXIT|NOP|BAR|LDG|STG|LDC|S2|BSYNC|BSSY|RET|CALL|WARPSYNC")
+    integer = re.compile(
+        r"(LOP3|IADD3|SHF|ISETP|SEL|V?IMNMX3?|VIADD(MNMX)?|LEA|PRMT|MOV|PLOP3|FSETP|FMNMX|BMSK|SGXT|"
+        r"FSEL|IABS|P2R|R2P)\b"
+    )
     return Report(
         registers=found["REG"],
         # Hopper: 512 registers a lane of a scheduler, handed out by eights, to at most 16 warps.
@@ -160,6 +167,7 @@ def _nvidia_report(cubin: bytes, tiles: int, shared: int) -> Report:
         shared=shared,
         spills=found["STACK"] + found["LOCAL"],
         per_group=sum(not other.match(name) for name in names) / tiles,
+        integer=sum(bool(integer.match(name)) for name in names) / tiles,
         loads={width: n for (kind, width), n in sorted(widths.items()) if kind == "LDG"},
         stores={width: n for (kind, width), n in sorted(widths.items()) if kind == "STG"},
     )
@@ -177,8 +185,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     print("| GPU | layout, groups a row | rule | registers | waves | shared | spills", end="")
-    print(" | instructions a group | bytes a load | bytes a store |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |")
+    print(" | instructions a group | integer pipe | bytes a load | bytes a store |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |")
     results = []
     for target in TARGETS:
         for kernel in KERNELS:
@@ -188,9 +196,10 @@ def main() -> None:
                 ", ".join(f"{n} x {width}" for width, n in widths.items())
                 for widths in (one.loads, one.stores)
             )
+            counts = f"{one.per_group:.0f} | " + (f"{one.integer:.0f}" if one.integer else "")
             print(
                 f"| {target} | {layout}, {groups} | {rule} | {one.registers} | {one.waves} | "
-                f"{one.shared} | {one.spills} | {one.per_group:.0f} | {loads} | {stores} |"
+                f"{one.shared} | {one.spills} | {counts} | {loads} | {stores} |"
             )
             results.append({"target": target, "kernel": kernel, **asdict(one)})
     write(options.json, "isa", machine(threads=1), results)
