@@ -41,6 +41,7 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_plan_to_proof(source, tmp_path):
     """Dry run, conversion, refusal, verification, damage, repair."""
     out = tmp_path / "out"
@@ -114,6 +115,16 @@ def test_a_model_in_the_hub_cache(source, tmp_path):
     assert process.returncode == 0, process.stderr
     manifest = json.loads((tmp_path / "out" / "kimi_k3_conversion.json").read_text())
     assert manifest["source"] == str(snapshot)
+
+
+def test_it_goes_on_when_nobody_reads_about_it(source, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [SCRIPT, "convert", source, tmp_path / "out"]
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, check=False)
+    os.close(write)
+    assert process.returncode == 0
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 def test_on_a_terminal_there_is_a_bar(source, tmp_path):

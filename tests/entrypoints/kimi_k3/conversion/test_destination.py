@@ -74,6 +74,19 @@ def test_an_empty_folder_will_do(source, result, tmp_path):
     assert digests(tmp_path / "out") == digests(result)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_hidden_folder_that_leads_elsewhere_is_left_alone(source, tmp_path, resume):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("x.partial", "y.shard.json", "plan.json"):
+        (elsewhere / name).write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".kimi_k3_conversion").symlink_to(elsewhere)
+    with pytest.raises(ConversionFailed, match="found files that no conversion"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(resume=resume))
+    assert len(list(elsewhere.iterdir())) == 3
+
+
 def test_a_second_process_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(destination, "_LOCK_WAIT", 0.2)
     work = tmp_path / "out" / ".kimi_k3_conversion"

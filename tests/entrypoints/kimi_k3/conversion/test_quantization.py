@@ -81,6 +81,18 @@ def test_activations_are_not_quantized_any_more():
     assert found["quantization_config"]["config_groups"]["group_0"]["input_activations"] is None
 
 
+def test_a_group_of_the_source_is_never_overwritten():
+    config = quantization()
+    config["config_groups"] = {"int4": config["config_groups"]["group_0"]}
+    found = converted_config({"quantization_config": config}, {"a.experts"}, {"b.experts"})
+    groups = found["quantization_config"]["config_groups"]
+    assert [group["format"] for group in groups.values()] == [
+        "pack-quantized",
+        "mxfp4-pack-quantized",
+    ]
+    assert groups["int4"]["targets"] == ["Linear"]
+
+
 @pytest.mark.parametrize("other", ["nvfp4-pack-quantized", "pack-quantized"])
 def test_groups_that_pack_under_the_same_name_are_refused(other):
     config = quantization()

@@ -176,6 +176,26 @@ def test_odd_shapes_partners_in_other_shards_and_strange_names(tmp_path, scale_d
         assert_converted(source, tmp_path / "ergebnis ß")
 
 
+def test_names_as_long_as_names_can_be(tmp_path):
+    name = "m" * 243 + ".safetensors"
+    source = write_checkpoint(tmp_path / "s", {name: mxfp4("experts.0.w1", 16, 64)})
+    (source / ("t" * 255)).write_text("x")
+    (source / os.fsdecode(b"no utf-8 \xff")).write_text("y")
+    convert_checkpoint(source, tmp_path / "d", ConvertOptions(verify=True))
+    assert_converted(source, tmp_path / "d")
+    assert digests(source).keys() < digests(tmp_path / "d").keys()
+
+
+def test_an_empty_matrix_stays_empty(tmp_path):
+    tensors = {
+        "e.weight_packed": torch.zeros(5, 0, dtype=torch.uint8),
+        "e.weight_scale": torch.zeros(5, 0, dtype=torch.uint8),
+    }
+    source = write_checkpoint(tmp_path / "s", {"x.safetensors": tensors})
+    convert_checkpoint(source, tmp_path / "d", ConvertOptions(verify=True))
+    assert all_tensors(tmp_path / "d")["e.weight_shape"].tolist() == [5, 0]
+
+
 def test_one_file_without_an_index(tmp_path):
     source = write_checkpoint(tmp_path / "s", {"model.safetensors": mxfp4("experts.0.w1", 16, 64)})
     (source / "model.safetensors.index.json").unlink()

@@ -3,6 +3,7 @@
 """What is wrong with a source is told before anything is written: everything, and by name."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,42 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: ((f / A).unlink(), (f / A).symlink_to("nowhere")),
         f"{A}: a link to a file that is not there",
     ),
-    "a folder": (lambda f: ((f / A).unlink(), (f / A).mkdir()), f"{A}: .*Is a directory"),
+    "a folder": (lambda f: ((f / A).unlink(), (f / A).mkdir()), f"{A}: no regular file"),
+    "a pipe": (lambda f: ((f / A).unlink(), os.mkfifo(f / A)), f"{A}: no regular file"),
+    "a device": (
+        lambda f: ((f / A).unlink(), (f / A).symlink_to("/dev/zero")),
+        f"{A}: no regular file",
+    ),
+    "config a pipe": (
+        lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")),
+        "config.json: no regular file",
+    ),
+    "other a pipe": (lambda f: os.mkfifo(f / "x.json"), "x.json: no regular file"),
+    "config nested": (
+        lambda f: (f / "config.json").write_text('{"a":' * 900 + "1" + "}" * 900),
+        "nested too deeply|no quantization_config",
+    ),
+    "nameless": (
+        lambda f: rewrite(f, lambda s: s[A].update(mxfp4("", 4, 64))),
+        r"\.weight_packed: unexpected|weight_packed: expected the name of a module",
+    ),
+    "bare": (
+        lambda f: rewrite(
+            f, lambda s: s[A].update({k[1:]: v for k, v in mxfp4("", 4, 64).items()})
+        ),
+        "weight_packed: expected the name of a module before it",
+    ),
+    "rows without end": (
+        lambda f: (
+            raw(
+                b'{"x.weight_packed":{"dtype":"U8","shape":[4611686018427387904,0],'
+                b'"data_offsets":[0,0]},"x.weight_scale":{"dtype":"U8",'
+                b'"shape":[4611686018427387904,0],"data_offsets":[0,0]}}'
+            )(f),
+            (f / INDEX).unlink(),
+        ),
+        r"x.weight_packed: expected U8 \[N, K/2\]",
+    ),
     "swapped": (swap, f"experts.0.w1.weight_packed: the index says {A}, it is in {B}"),
     "no shards": (
         lambda f: [file.unlink() for file in (f / A, f / B, f / INDEX)],

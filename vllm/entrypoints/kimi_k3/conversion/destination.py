@@ -32,6 +32,7 @@ from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 
 COPY_PIECE = 8 << 20
 _PLAN = "plan.json"
+_RECORD = ".shard.json"
 _LOCK = "lock"
 # A run that was killed holds the lock until its last worker is gone, which takes a moment.
 _LOCK_WAIT = 3.0
@@ -80,6 +81,9 @@ class Destination:
             return "new"
         if not self.folder.is_dir():
             raise ConversionFailed(f"{shown(self.folder)}: expected a folder, found a file")
+        if self.work.is_symlink():
+            # Not ours, and nothing may be swept where it leads.
+            return "foreign"
         if (self.work / _PLAN).exists():
             return "begun"
         if (self.folder / MANIFEST_NAME).exists():
@@ -139,7 +143,7 @@ class Destination:
         if not self.work.is_dir():
             return
         self.sweep()
-        if not any(self.work.glob("*.safetensors.json")):
+        if not any(self.work.glob(f"*{_RECORD}")):
             (self.work / _PLAN).unlink(missing_ok=True)
         if not (self.work / _PLAN).exists():
             self.finish()
@@ -180,7 +184,7 @@ class Destination:
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write down what is being done. Without an account of it, finished shards mean nothing."""
         if self.read_plan() is None:
-            for record in self.work.glob("*.json"):
+            for record in self.work.glob(f"*{_RECORD}"):
                 record.unlink()
         self.write(_PLAN, json.dumps(plan).encode(), hidden=True)
 
@@ -213,7 +217,7 @@ class Destination:
 
     def write(self, name: str, data: bytes, *, hidden: bool = False) -> FileRecord:
         """Write a small file whole."""
-        partial = self.partial_path(name)
+        partial = self.partial_path()
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
@@ -223,7 +227,7 @@ class Destination:
 
     def copy(self, source: Path, name: str) -> FileRecord:
         """Copy a file byte for byte."""
-        partial = self.partial_path(name)
+        partial = self.partial_path()
         digest, count = sha256(), 0
         with source.open("rb") as read, partial.open("xb") as written:
             while piece := read.read(COPY_PIECE):
@@ -235,9 +239,10 @@ class Destination:
         self.place(partial, name)
         return FileRecord(count, digest.hexdigest())
 
-    def partial_path(self, name: str) -> Path:
+    def partial_path(self) -> Path:
         """A name that no other run uses, for a file that is not complete."""
-        return self.work / f"{Path(name).name}.{token_hex(4)}.partial"
+        # Without the file's own name, which may be as long as names can be.
+        return self.work / f"{token_hex(8)}.partial"
 
     def place(self, partial: Path, name: str, *, hidden: bool = False) -> None:
         """Give a complete file its name; survives a crash of the machine."""
@@ -252,12 +257,12 @@ class Destination:
             "record": asdict(record),
             "stamps": {file: asdict(stamp) for file, stamp in stamps.items()},
         }
-        self.write(f"{name}.json", json.dumps(entry).encode(), hidden=True)
+        self.write(_record_name(name), json.dumps(entry).encode(), hidden=True)
 
     def remembered(self, name: str) -> tuple[ShardRecord, dict[str, Stamp]] | None:
         """What `remember` noted down."""
         try:
-            found = json.loads((self.work / f"{name}.json").read_bytes())
+            found = json.loads((self.work / _record_name(name)).read_bytes())
             stamps = {file: Stamp(**stamp) for file, stamp in found["stamps"].items()}
             return ShardRecord.from_json(found["record"]), stamps
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -278,6 +283,10 @@ class Destination:
         """Remove the hidden folder."""
         shutil.rmtree(self.work)
         sync_folder(self.folder)
+
+
+def _record_name(shard: str) -> str:
+    return sha256(shard.encode(errors="surrogateescape")).hexdigest()[:32] + _RECORD
 
 
 def sync_folder(folder: Path) -> None:

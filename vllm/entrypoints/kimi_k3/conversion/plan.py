@@ -85,7 +85,7 @@ class Plan:
         """config.json of the result."""
         chosen = self.selection
         config = converted_config(self.source.config, chosen.converted, chosen.kept)
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(config, indent=2) + "\n").encode()
 
     def index_text(self) -> bytes:
         """The index of the result."""

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from vllm.entrypoints.kimi_k3.conversion.shard import Job
@@ -61,15 +61,16 @@ def run_workers(
     team: dict[IO[bytes], _Worker] = {}
     with selectors.DefaultSelector() as selector:
 
-        def begin() -> None:
-            worker = _Worker.start(threads, keep_open)
-            team[worker.answers] = worker
-            selector.register(worker.answers, selectors.EVENT_READ)
-            worker.give(waiting.pop())
+        def begin(count: int) -> None:
+            # All of them import torch before the first is waited for to take its job.
+            new = [_Worker.start(threads, keep_open, waiting.pop()) for _ in range(count)]
+            team.update({worker.answers: worker for worker in new})
+            for worker in new:
+                selector.register(worker.answers, selectors.EVENT_READ)
+                worker.give(worker.job)
 
         try:
-            for _ in range(min(workers, len(jobs))):
-                begin()
+            begin(min(workers, len(jobs)))
             while team:
                 for key, _ in selector.select():
                     worker = team[key.fileobj]  # type: ignore[index]
@@ -78,8 +79,7 @@ def run_workers(
                         selector.unregister(worker.answers)
                         del team[worker.answers]
                         yield Outcome(worker.job.name, {"error": worker.obituary()})
-                        if waiting:
-                            begin()
+                        begin(min(1, len(waiting)))
                         continue
                     for answer in answers:
                         if "bytes" in answer:
@@ -102,11 +102,11 @@ class _Worker:
     process: subprocess.Popen
     answers: IO[bytes]
     errors: IO[bytes]
-    job: Job = field(init=False)
+    job: Job
     rest: bytes = b""
 
     @classmethod
-    def start(cls, threads: int, keep_open: tuple[int, ...]) -> "_Worker":
+    def start(cls, threads: int, keep_open: tuple[int, ...], job: Job) -> "_Worker":
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the worker ends
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(os.getpid()), str(threads)],
@@ -119,7 +119,7 @@ class _Worker:
             start_new_session=True,
         )
         assert process.stdout is not None
-        return cls(process, process.stdout, errors)
+        return cls(process, process.stdout, errors, job)
 
     def give(self, job: Job) -> None:
         self.job = job

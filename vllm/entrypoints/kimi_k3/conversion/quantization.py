@@ -59,7 +59,10 @@ def converted_config(
             _make_int4(first)
             for group in mxfp4.values():
                 group["format"] = MXFP4_FORMAT
-            quantization["config_groups"] = {"int4": first, **groups}
+            name = "int4"
+            while name in groups:
+                name += "_"
+            quantization["config_groups"] = {name: first, **groups}
         else:
             for group in mxfp4.values():
                 _make_int4(group)

@@ -124,7 +124,7 @@ def _convert(
 ) -> dict[str, ShardRecord]:
     """Convert shards; every one that can be converted is, whatever becomes of the others."""
     stamps = {name: stamp_sources(plan, name) for name in names}
-    paths = {name: target.partial_path(name) for name in names}
+    paths = {name: target.partial_path() for name in names}
     jobs = [plan.job(name, paths[name]) for name in names]
     size = sum(plan.source.headers[name].size for name in names)
     total, finished = len(plan.layouts), len(plan.layouts) - len(names)
@@ -141,7 +141,11 @@ def _convert(
                 problems.append(found["error"])
                 paths[name].unlink(missing_ok=True)
                 continue
-            if stamp_sources(plan, name) != stamps[name]:
+            header = plan.source.headers[name].digest
+            if (
+                stamp_sources(plan, name) != stamps[name]
+                or found["record"]["source_header"] != header
+            ):
                 problems.append(f"{shown(name)}: its source changed while it was read")
                 continue
             records[name] = ShardRecord.from_json(found["record"])

@@ -168,6 +168,9 @@ class Work:
         codes_at = self.headers[module.packed_in].spans[packed][0]
         scales_at = self.headers[module.scale_in].spans[scale][0]
         starts = self.layout.starts
+        # Nothing to convert, however many rows of it there are.
+        if not codes_row:
+            return
         # A row wider than a piece is still worked on whole.
         step = max(1, PIECE // max(1, codes_row))
         for row in range(0, module.rows, step):

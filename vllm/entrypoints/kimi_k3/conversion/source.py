@@ -29,6 +29,8 @@ GROUP = 32
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 # What a module in MXFP4 may have beside its codes and scales.
 _PASSENGERS = frozenset({"bias"})
+# Rows or bytes of a row; only an empty tensor could have more.
+_LARGEST = 1 << 48
 # Of fused experts in the form of gpt-oss.
 _GPT_OSS = ("_blocks", "_scales")
 # Left behind by tools that fetch checkpoints; no part of one.
@@ -75,7 +77,20 @@ def read_source(folder: Path) -> Source:
     Raises:
         ConversionFailed: With every problem found.
     """
-    folder = folder.resolve()
+    try:
+        return _read_source(folder.resolve())
+    except OSError as error:
+        raise ConversionFailed(
+            f"{shown(error.filename or folder)}: cannot be read: {error.strerror}. Nothing was "
+            "written"
+        ) from error
+    except RecursionError as error:
+        raise ConversionFailed(
+            f"{shown(folder)}: its config.json is nested too deeply. Nothing was written"
+        ) from error
+
+
+def _read_source(folder: Path) -> Source:
     if not folder.is_dir():
         raise ConversionFailed(f"{shown(folder)}: expected a checkpoint's folder, found none")
     if (folder / MANIFEST_NAME).exists():
@@ -106,6 +121,9 @@ def read_source(folder: Path) -> Source:
 
 
 def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    if (folder / "config.json").exists() and not (folder / "config.json").is_file():
+        problems.append("config.json: no regular file")
+        return {}
     try:
         text = (folder / "config.json").read_bytes()
         config = json.loads(text, object_pairs_hook=unique_pairs)
@@ -128,6 +146,8 @@ def _read_shards(source: Source, problems: list[str]) -> dict[str, str] | None:
     located = None
     if (folder / INDEX_NAME).exists():
         try:
+            if not (folder / INDEX_NAME).is_file():
+                raise ValueError("no regular file")
             index = json.loads((folder / INDEX_NAME).read_bytes(), object_pairs_hook=unique_pairs)
             located = index["weight_map"]
             source.index_metadata = index.get("metadata") or {}
@@ -149,6 +169,9 @@ def _read_shards(source: Source, problems: list[str]) -> dict[str, str] | None:
     elif not there:
         problems.append(f"no {INDEX_NAME} and no *.safetensors file")
     for name in sorted(there):
+        if (folder / name).exists() and not (folder / name).is_file():
+            problems.append(f"{shown(name)}: no regular file")
+            continue
         try:
             source.headers[name] = read_full_header(folder / name)
         except FileNotFoundError:
@@ -209,6 +232,8 @@ def _find_modules(source: Source, owner: dict[str, str]) -> Iterator[str]:
     for module, tensors in parts.items():
         if PACKED in tensors:
             found = list(_check_module(tensors))
+            if not module:
+                found.append(f"{PACKED}: expected the name of a module before it")
             yield from (f"{shown(module)}.{problem}" for problem in found)
             if not found:
                 rows, half = tensors[PACKED].shape
@@ -234,7 +259,8 @@ def _check_module(tensors: dict[str, Entry]) -> Iterator[str]:
     if packed.dtype == "I32":
         yield f"{PACKED}: found I32, which is int4 already; expected U8 codes in MXFP4"
         return
-    if packed.dtype != "U8" or len(packed.shape) != 2 or packed.shape[1] % (GROUP // 2):
+    flat = len(packed.shape) == 2 and max(packed.shape) < _LARGEST
+    if packed.dtype != "U8" or not flat or packed.shape[1] % (GROUP // 2):
         yield (
             f"{PACKED}: expected U8 [N, K/2] with K a multiple of {GROUP}, found "
             f"{packed.dtype} {list(packed.shape)}"
@@ -265,6 +291,8 @@ def _find_others(folder: Path, shards: set[str], problems: list[str]) -> Iterato
                 else:
                     yield from walk(path, above | {below})
             elif entry.is_file():
+                if not os.access(path, os.R_OK):
+                    problems.append(f"{shown(name)}: may not be read by this user")
                 yield name
             # Shards are judged by what the index and their headers say.
             elif at != folder or path.suffix != ".safetensors":

@@ -5,7 +5,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -36,10 +36,12 @@ def terminal_progress() -> Iterator[Progress]:
 class _Lines(Progress):
     def shard(self, name: str, done: int, of: int) -> None:
         super().shard(name, done, of)
-        print(f"{done} of {of}: {shown(name)}", file=sys.stderr, flush=True)
+        self.note(f"{done} of {of}: {shown(name)}")
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        # Hours of work do not end because nobody reads about them any more.
+        with suppress(OSError, ValueError, AttributeError):
+            print(text, file=sys.stderr, flush=True)
 
 
 class _Bar(Progress):
