@@ -70,7 +70,7 @@ def convert(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Convert only modules with such names, e.g. '*.layers.1.*'; whole layers only. "
+            help="Convert only modules with such names, e.g. `*.layers.1.*`; whole layers only. "
             "The others stay MXFP4, and config.json says which is which. Repeatable.",
         ),
     ] = None,
@@ -87,8 +87,8 @@ def convert(
 
     SRC is any safetensors checkpoint in compressed-tensors' mxfp4-pack-quantized. DST gets
     pack-quantized int4 in place of every MXFP4 module; all else stays byte for byte. Every shard's
-    header is checked before anything is written. A run that was stopped, however, goes on with
-    --resume.
+    header is checked before anything is written. A run that was stopped, in whatever way, goes on
+    with --resume.
 
     Exit code 1 when it cannot be done or verified, 130 after Ctrl-C.
     """
