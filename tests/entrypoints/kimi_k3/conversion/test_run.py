@@ -241,6 +241,20 @@ def test_values_that_int4_cannot_hold_are_named_and_the_rest_is_kept(tmp_path):
     assert_converted(source, tmp_path / "d")
 
 
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConversionFailed, match="--device cuda: expected a GPU"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(device="cuda"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gives_the_same_files(source, result, tmp_path):
+    convert_checkpoint(source, tmp_path / "out", ConvertOptions(device="cuda"))
+    assert digests(tmp_path / "out") == digests(result)
+
+
 def test_too_little_space_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
     monkeypatch.setattr(destination.Destination, "free_bytes", lambda self: 1000)
     with pytest.raises(ConversionFailed, match=r"expected [\d,]+ bytes free .*, found 1,000"):

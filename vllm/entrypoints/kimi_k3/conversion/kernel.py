@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,6 +41,23 @@ def load_package() -> ModuleType:
         del sys.modules[_PACKAGE]
         raise
     return module
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there, before anything is written.
+
+    Raises:
+        ConversionFailed: No GPU, or a torch without support for it.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConversionFailed(
+            f"--device {device}: expected a GPU that torch {torch.__version__} can use, found "
+            "none. Without the option a CPU gives the same bits"
+        )
 
 
 def convert_rows(

@@ -12,6 +12,7 @@ from pathlib import Path
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
 from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp
 from vllm.entrypoints.kimi_k3.conversion.kept import prove_kept
+from vllm.entrypoints.kimi_k3.conversion.kernel import check_device
 from vllm.entrypoints.kimi_k3.conversion.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -65,6 +66,8 @@ def convert_checkpoint(
         from vllm.entrypoints.kimi_k3.conversion.ray_tasks import connect
 
         connect()
+    else:
+        check_device(options.device)
     with target.locked() as lock:
         target.check_may_begin(options.resume)
         _agree(plan, target)
