@@ -171,9 +171,9 @@ def repack_layer(
     """
     started = time.perf_counter()
     source_bytes = 0
-    _clear_padding(layer, moe)
-    _check_loaded(layer, moe)
     with PeakMemory(layer.w13_weight.device) as memory:
+        _clear_padding(layer, moe)
+        _check_loaded(layer, moe)
         for name in PROJECTIONS:
             weight = getattr(layer, f"{name}_weight")
             scale = getattr(layer, f"{name}_weight_scale")
@@ -259,7 +259,8 @@ def _whole_or_condemned(scale: torch.Tensor) -> Iterator[None]:
 def _clear_padding(layer: "RoutedExperts", moe: "FusedMoEConfig") -> None:
     """Set what lies past the checkpoint's intermediate size to zero.
 
-    A reload leaves whatever was in memory, and bytes of zero would be codes of -8.
+    Kimi-K3's model has cleared padded weights to bytes of zero, which are codes of -8, and a reload
+    leaves whatever was in memory.
     """
     inner = layer.w2_weight.shape[2] * 2
     real = moe.intermediate_size_per_partition_unpadded
@@ -286,9 +287,10 @@ def _check_loaded(layer: "RoutedExperts", moe: "FusedMoEConfig") -> None:
                 f"weight_shape {list(size)}",
                 f"{shapes[expert].tolist()} ({int(wrong.sum())} such experts)",
             )
-        finite = getattr(layer, f"{name}_weight_scale").data.isfinite()
-        if not finite.all():
-            expert, row, group = (~finite).nonzero()[0].tolist()
+        scale = getattr(layer, f"{name}_weight_scale").data
+        # Both ends are NaN if any scale is; a mask of all scales would take their memory again.
+        if scale.numel() and not torch.stack(torch.aminmax(scale)).isfinite().all():
+            expert, row, group = (~scale.isfinite()).nonzero()[0].tolist()
             raise DamagedExpertsError(
                 f"{place}, expert {expert} on this rank, row {row}, group {group}",
                 "a finite scale",
