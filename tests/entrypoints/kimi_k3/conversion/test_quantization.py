@@ -46,6 +46,17 @@ def test_both_places_of_a_multimodal_model():
         assert place["quantization_config"]["config_groups"]["group_0"]["weights"] == INT4
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_wherever_it_stands_and_whatever_it_is_called(key):
+    config = {"models": [{"a": 1}, {"inner": {key: quantization()}}], "x": {key: None}}
+    assert list(check_config(config)) == []
+    found = converted_config(config, {"experts"}, set())
+    assert found["models"][1]["inner"][key]["format"] == "pack-quantized"
+    config["models"][1]["inner"][key]["quant_method"] = "awq"
+    [problem] = check_config(config)
+    assert problem.startswith(f"models.1.inner.{key}: quant_method")
+
+
 def test_groups_in_other_formats_are_kept():
     config = quantization()
     fp8 = {

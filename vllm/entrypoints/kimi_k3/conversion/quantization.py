@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-KEY = "quantization_config"
+# The second is an older name, which readers still know.
+KEYS = ("quantization_config", "compression_config")
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 INT4_FORMAT = "pack-quantized"
 MIXED_FORMAT = "mixed-precision"
@@ -26,15 +27,15 @@ _OF_SCALES = ("scale_dtype", "zp_dtype")
 
 def check_config(config: dict[str, Any]) -> Iterator[str]:
     """Yield what keeps a model from being converted, as far as config.json tells."""
-    found = list(_quantized(config, ""))
+    found = list(_quantized(config))
     if not found:
         yield (
-            f"no {KEY}: expected compressed-tensors {MXFP4_FORMAT}, found a model that is not "
+            f"no {KEYS[0]}: expected compressed-tensors {MXFP4_FORMAT}, found a model that is not "
             "quantized"
         )
     for place, quantization in found:
         for problem in _check_quantization(quantization):
-            yield f"{place}{KEY}: {problem}"
+            yield f"{place}: {problem}"
 
 
 def converted_config(
@@ -49,7 +50,7 @@ def converted_config(
         kept: Containers that stay in MXFP4.
     """
     result = copy.deepcopy(config)
-    for _, quantization in _quantized(result, ""):
+    for _, quantization in _quantized(result):
         groups = quantization["config_groups"]
         mxfp4 = {name: group for name, group in groups.items() if _is_mxfp4(group, quantization)}
         if kept:
@@ -78,14 +79,17 @@ def target(container: str) -> str:
     return f"re:^{re.escape(container)}\\.\\d+\\..*"
 
 
-def _quantized(config: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Every quantization_config, wherever it stands, with its place."""
+def _quantized(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every description of a quantization, wherever it stands, with its place."""
     if isinstance(config, dict):
-        if config.get(KEY) is not None:
-            yield place, config[KEY]
         for name, value in config.items():
-            if name != KEY:
+            if name not in KEYS:
                 yield from _quantized(value, f"{place}{name}.")
+            elif value is not None:
+                yield f"{place}{name}", value
+    elif isinstance(config, list):
+        for i, value in enumerate(config):
+            yield from _quantized(value, f"{place}{i}.")
 
 
 def _is_mxfp4(group: dict[str, Any], quantization: dict[str, Any]) -> bool:
