@@ -138,7 +138,7 @@ def _check_part(
             place, f"{dtype} of two dimensions", f"{tensor.dtype} {list(tensor.shape)}"
         )
     size = tensor.shape[0] if shard_id != "w2" else tensor.shape[1] * GROUP // per_group
-    if size % (ranks * GROUP):
+    if ranks > 1 and size % (ranks * GROUP):
         raise Int4RefusedError(
             f"an intermediate size of {size} over {ranks} ranks ({place})",
             f"a multiple of {ranks} times {GROUP}: a group of {GROUP} values has one scale and "
