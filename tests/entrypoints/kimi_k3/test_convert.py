@@ -70,9 +70,9 @@ def test_from_plan_to_proof(source, tmp_path):
     [problem] = json.loads(wrong.stdout)["problems"]
     assert problem.startswith(f"{shard.name}: truncated")
 
-    repaired = run(source, out, "--resume", "--verify")
+    repaired = run(source, out, "--resume")
     assert repaired.returncode == 0, repaired.stderr
-    assert "1 of 3 shards converted, the others kept, all verified" in repaired.stdout
+    assert "1 of 3 shards converted, the others kept" in repaired.stdout
 
 
 def test_a_plan_in_json(source, tmp_path):

@@ -3,13 +3,15 @@
 """Shards as tasks of a local Ray cluster, and what is said where there is none."""
 
 import builtins
+import logging
 import os
-import socket
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 from files import digests
 
 from vllm.entrypoints.kimi_k3.conversion import (
@@ -18,23 +20,24 @@ from vllm.entrypoints.kimi_k3.conversion import (
     convert_checkpoint,
 )
 
-RAY = Path(sys.executable).with_name("ray")
-
 
 @pytest.fixture
 def cluster(tmp_path_factory, monkeypatch):
-    """One machine, two cores."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Two cores of this machine; it belongs to this process and ends with it."""
     # Sockets have short names, and pytest's folders long ones.
     folder = tmp_path_factory.getbasetemp().parent / f"ray{os.getpid()}"
-    start = ["start", "--head", "--num-cpus=2", "--include-dashboard=false", f"--port={port}"]
-    start += ["--object-store-memory=80000000", f"--temp-dir={folder}", "--disable-usage-stats"]
-    subprocess.run([RAY, *start], check=True, capture_output=True)
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80_000_000,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder),
+    )
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     yield
-    subprocess.run([RAY, "stop", "--force"], check=True, capture_output=True)
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow

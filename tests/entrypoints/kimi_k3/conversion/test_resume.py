@@ -255,8 +255,8 @@ def killing(source: Path, folder: Path, expected: Path, *how: str) -> dict:
 
 @pytest.mark.slow
 def test_killed_at_thirty_random_moments(tmp_path):
-    spec = replace(PRESETS["tiny"], layers=6, experts=32, vision=None)
-    write_checkpoint(tmp_path / "source", spec, shards=24)
+    spec = replace(PRESETS["tiny"], layers=4, experts=16, vision=None)
+    write_checkpoint(tmp_path / "source", spec, shards=20)
     convert_checkpoint(tmp_path / "source", tmp_path / "whole")
     found = killing(tmp_path / "source", tmp_path, tmp_path / "whole", "moments", "30", "7")
     assert found["killed"] == 30
