@@ -2,18 +2,22 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """The plan from config.json equals the real model's parameters, to the byte."""
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ModelSpec
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
 from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
 from vllm.entrypoints.kimi_k3.rehearsal.components import EXPERTS, ORDER, SCALES
+from vllm.entrypoints.kimi_k3.rehearsal.config import check_config
 from vllm.entrypoints.kimi_k3.rehearsal.layout import FP8, Layout
 from vllm.entrypoints.kimi_k3.rehearsal.planned import Ranks, plan
 from vllm.entrypoints.kimi_k3.rehearsal.run import rehearse, resident
@@ -104,6 +108,34 @@ def test_a_converted_checkpoint_is_planned_as_the_conversion_while_loading():
     assert stored.components[SCALES] == 2 * online.components[SCALES]
     assert stored.resident == online.resident + online.int4_scales
     assert (stored.int4_scales, stored.int4_transient) == (0, 0)
+
+
+def _paths(value: object, at: tuple = ()) -> Iterator[tuple]:
+    yield at
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _paths(part, (*at, key))
+
+
+PATHS = [path for path in _paths(PRESETS["tiny"].config()) if path]
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 1.5, "x", [], {}, 2**40], ids=repr)
+def test_any_value_in_place_of_another_is_planned_or_refused(value):
+    """Nobody's config.json may end in a traceback: each field in turn gets a value of each kind."""
+    for path in PATHS:
+        config = PRESETS["tiny"].config()
+        at = config
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        with contextlib.suppress(ValueError, KeyError):
+            check_config(config)
+            plan(config, Ranks(2))
+        del at[path[-1]]
+        with contextlib.suppress(ValueError, KeyError):
+            check_config(config)
+            plan(config, Ranks(2))
 
 
 def test_refusals_are_listed_at_once():

@@ -180,6 +180,8 @@ def _check(folder: Path, config: dict[str, Any], stored: Format) -> Iterator[Fin
         problems = error.problems
     except ValueError as error:
         problems = [str(error)]
+    except TypeError as error:
+        problems = [f"config.json: a size of the wrong kind: {error}"]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         yield Finding(AREA, subject, Level.PROBLEM, "; ".join(problems[:_SHOWN]) + more)

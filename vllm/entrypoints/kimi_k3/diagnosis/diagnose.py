@@ -170,7 +170,10 @@ def _load_format(name: str, found: Machine) -> Iterator[Finding]:
 def _sizes_on_cpu(text: Mapping[str, Any], ranks: int, wish: Wish) -> Iterator[Finding]:
     from vllm.models.kimi_k3.cpu.serving import model_problems
 
-    problems = list(model_problems(text, ranks=ranks, expert_parallel=wish.expert_parallel))
+    try:
+        problems = list(model_problems(text, ranks=ranks, expert_parallel=wish.expert_parallel))
+    except KeyError as error:
+        problems = [f"config.json: expected a Kimi-K3, found no {error}"]
     for problem in problems:
         yield Finding(experts.AREA, "sizes", Level.PROBLEM, problem)
     if not problems:
@@ -204,6 +207,10 @@ def _memory(
         plan = planned.plan(config, layout)
     except ValueError as error:
         yield Finding(memory.AREA, "plan", Level.PROBLEM, str(error))
+        return
+    except KeyError as error:
+        text = f"config.json: expected a Kimi-K3, found no {error}"
+        yield Finding(memory.AREA, "plan", Level.PROBLEM, text)
         return
     need = plan.worker
     if way.converts:

@@ -48,10 +48,12 @@ class Way:
 def declared(config: Mapping[str, Any]) -> Format:
     """Return the format that config.json, of the full or of the text model, names."""
     text = config.get("text_config", config)
-    quantization = text.get("quantization_config") or config.get("quantization_config") or {}
-    named = quantization.get("format")
+    quantization = text.get("quantization_config") or config.get("quantization_config")
     if not quantization:
         return Format.PLAIN
+    if not isinstance(quantization, Mapping):
+        return Format.OTHER
+    named = quantization.get("format")
     if named == "mxfp4-pack-quantized":
         return Format.MXFP4
     groups = quantization.get("config_groups")
@@ -66,7 +68,8 @@ def declared(config: Mapping[str, Any]) -> Format:
 
 def _declared_group(group: Any, outer: Any) -> Format:
     group = group if isinstance(group, Mapping) else {}
-    weights = group.get("weights") or {}
+    weights = group.get("weights")
+    weights = weights if isinstance(weights, Mapping) else {}
     named = group.get("format") or outer
     if named == "mxfp4-pack-quantized":
         return Format.MXFP4

@@ -8,22 +8,43 @@ from pathlib import Path
 from typing import Any
 
 _POSITIVE = (
+    "attn_res_block_size",
     "first_k_dense_replace",
     "hidden_size",
     "intermediate_size",
     "kv_lora_rank",
+    "min_moe_intermediate_per_partition",
     "moe_intermediate_size",
     "moe_layer_freq",
     "num_attention_heads",
     "num_experts",
     "num_experts_per_token",
     "num_hidden_layers",
+    "num_shared_experts",
     "q_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "routed_expert_hidden_size",
     "v_head_dim",
     "vocab_size",
+)
+_MAY_BE_ZERO = frozenset({"first_k_dense_replace", "num_shared_experts"})
+_MAY_BE_NULL = (
+    "attn_res_block_size",
+    "num_shared_experts",
+    "q_lora_rank",
+    "routed_expert_hidden_size",
+)
+_LINEAR = ("head_dim", "num_heads", "short_conv_kernel_size")
+_VISION = (
+    "init_pos_emb_height",
+    "patch_size",
+    "qkv_hidden_size",
+    "text_hidden_size",
+    "vt_hidden_size",
+    "vt_intermediate_size",
+    "vt_num_attention_heads",
+    "vt_num_hidden_layers",
 )
 # Far beyond any model; a size above it is a mistake, not a plan.
 _LARGEST = 2**31
@@ -74,20 +95,33 @@ def check_config(config: dict[str, Any]) -> None:
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise ValueError(f"text_config: expected an object, found {text!r}")
+    vision = config.get("vision_config")
     problems = [
         f"{name}: expected an object, found {part!r}"
         for name, part in (
             ("linear_attn_config", text.get("linear_attn_config")),
             ("quantization_config", text.get("quantization_config", {})),
-            ("vision_config", config.get("vision_config") or {}),
+            ("vision_config", {} if vision is None else vision),
         )
         if not isinstance(part, dict)
     ]
-    problems += [
-        f"{name}: expected a whole number from 1 to {_LARGEST}, found {text[name]!r}"
-        for name in _POSITIVE
-        if text.get(name, 1) is not None or name in ("num_experts", "first_k_dense_replace")
-        if not _is_size(text.get(name, 1), 0 if name == "first_k_dense_replace" else 1)
+    if problems:
+        raise ValueError("expected a Kimi-K3: " + "; ".join(problems))
+    optional = {name for name in _MAY_BE_NULL if text.get(name) is None}
+    vision = vision or {}
+    merge = vision.get("merge_kernel_size", [1])
+    found = [(name, text[name]) for name in _POSITIVE if name in text.keys() - optional]
+    linear = text["linear_attn_config"]
+    found += [(f"linear_attn_config.{name}", linear[name]) for name in _LINEAR if name in linear]
+    found += [(f"vision_config.{name}", vision[name]) for name in _VISION if name in vision]
+    found += [
+        ("vision_config.merge_kernel_size", size)
+        for size in (merge if isinstance(merge, list) and merge else [merge])
+    ]
+    problems = [
+        f"{name}: expected a whole number from 1 to {_LARGEST}, found {value!r}"
+        for name, value in found
+        if not _is_size(value, 0 if name in _MAY_BE_ZERO else 1)
     ]
     if problems:
         raise ValueError("expected a Kimi-K3: " + "; ".join(problems))

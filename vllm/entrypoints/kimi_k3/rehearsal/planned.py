@@ -92,6 +92,8 @@ def _check(text: dict[str, Any], ranks: Ranks) -> None:
     experts = text.get("quantization_config", {}).get("format")
     if experts not in (_MXFP4, _INT4):
         problems.append(f"expected experts in {_MXFP4}, found {experts} ({_INT4} int4 will do)")
+    if text["q_lora_rank"] is None:
+        problems.append("expected MLA layers with a q_lora_rank")
     if not text.get("linear_attn_config", {}).get("use_full_rank_gate"):
         problems.append("expected KDA layers with a full-rank gate")
     problems += indivisible(text, tp)

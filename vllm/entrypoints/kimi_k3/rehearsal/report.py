@@ -129,10 +129,9 @@ def print_load(console: Console, rehearsal: "Rehearsal") -> None:
         console.print(table)
     line = account.line()
     console.print(line, highlight=False, soft_wrap=True)
-    console.print(
-        f"The most held between calls: {size(account.peak_between_calls, digits=4)}.",
-        highlight=False,
-    )
+    most = account.peak_between_calls
+    shown = f"{most / GIB:.4f} GiB" if most > GIB / 100 else size(most)
+    console.print(f"The most held between calls: {shown}.", highlight=False)
     for delay in account.delays[:3]:
         console.print(f"[red]delayed[/] {delay}", highlight=False, soft_wrap=True)
     if len(account.delays) > 3:

@@ -149,8 +149,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (OSError, ValueError) as error:
         raise ReportError(folder, [str(error)]) from error
     tools = found.tools if isinstance(found.tools, dict) else {"": None}
+    records = found.shards.values()
     texts = (found.source, found.scale_rule, *tools, *tools.values())
-    if not all(isinstance(text, str) for text in texts):
+    texts += tuple(record.source_header for record in records)
+    numbers = [part.bytes for record in records for part in (record.source, record.result)]
+    if not (all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)):
         raise ReportError(folder, [f"{MANIFEST_NAME}: not a conversion's manifest"])
     return found
 
