@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """What each variable does on each kind of machine, and that vLLM agrees about their meaning."""
 
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from vllm.entrypoints.kimi_k3.diagnosis.environment import judge
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Level
 from vllm.entrypoints.kimi_k3.diagnosis.machine import Kind, Machine, Memory
+from vllm_overlay.tree import overlay_root
 
 GIB = 2**30
 CPU = Machine(Kind.CPU, "CpuPlatform", memory=(Memory("RAM", 64 * GIB, 32 * GIB),), cores=8)
@@ -51,6 +53,10 @@ def found(environ: dict[str, str], machine: Machine, ranks: int = 1) -> dict[str
         (CPU, "VLLM_KIMI_K3_INT4_SCALE_RULE", "mse", OK),
         (CPU, "VLLM_KIMI_K3_INT4_SCALE_RULE", "absmax", WARNING),
         (CPU, "VLLM_KIMI_K3_INT4_SCALE_RULE", "best", PROBLEM),
+        (CPU, "VLLM_KIMI_K3_NATIVE", "0", NOTE),
+        (CPU, "VLLM_KIMI_K3_NATIVE", "1", NOTE),
+        (CPU, "VLLM_KIMI_K3_NATIVE", "", OK),
+        (CPU, "VLLM_KIMI_K3_NATIVE", "yes", PROBLEM),
         (CPU, "VLLM_KIMI_K3_LOAD_BUDGET_GIB", "1.5", OK),
         (CPU, "VLLM_KIMI_K3_LOAD_BUDGET_GIB", "0", NOTE),
         (CPU, "VLLM_KIMI_K3_LOAD_BUDGET_GIB", "nan", PROBLEM),
@@ -120,6 +126,19 @@ def test_names_are_still_vllms():
         "VLLM_USE_MODELSCOPE",
     )
     assert [name for name in ours if name not in envs.environment_variables] == []
+
+
+def test_every_variable_of_this_project_is_judged():
+    """A new one must not be forgotten."""
+    root = overlay_root()
+    ours = {
+        name
+        for file in root.rglob("*.py")
+        for name in re.findall(r"VLLM_KIMI_K3_[A-Z0-9_]+", file.read_text(encoding="utf-8"))
+    }
+    environ = dict.fromkeys(ours, "1")
+    judged = {row.subject for row in judge(environ, CPU, 1)}
+    assert judged == ours
 
 
 def test_judging_imports_neither_torch_nor_the_engine():

@@ -73,6 +73,7 @@ def _judges(
         "VLLM_ROCM_USE_AITER_MOE_SITUV2": only(on_rocm, _situv2),
         "VLLM_MLA_DISABLE": _mla,
         "VLLM_KIMI_K3_INT4_SCALE_RULE": _scale_rule,
+        "VLLM_KIMI_K3_NATIVE": _native,
         "VLLM_KIMI_K3_LOAD_BUDGET_GIB": _budget,
         "VLLM_KIMI_K3_LOAD_ACCOUNT": _account,
         "VLLM_CPU_KVCACHE_SPACE": only(on_cpu, lambda value: _cache_space(value, machine)),
@@ -151,6 +152,16 @@ def _scale_rule(value: str) -> Judged:
     if value == "absmax":
         return Level.WARNING, "int4 scales by AITER's own rule, for comparison: twice the error"
     return Level.PROBLEM, "expected mse or absmax; int4 experts are refused. Unset it"
+
+
+def _native(value: str) -> Judged:
+    if value == "0":
+        return Level.NOTE, "a CPU converts to int4 by torch alone, which takes longer"
+    if value == "1":
+        return Level.NOTE, "a CPU converts to int4 by compiled code, or stops with an error"
+    if not value:
+        return Level.OK, "compiled code where there is a C compiler and it pays"
+    return Level.PROBLEM, "expected 0 or 1. Unset it"
 
 
 def _budget(value: str) -> Judged:
