@@ -62,7 +62,11 @@ def _sections(report: Report, written: datetime) -> Iterator[str]:
 
 def _head(report: Report, written: datetime) -> str:
     tools = report.manifest.tools if report.manifest is not None else {}
-    source = shown(report.source) if report.source is not None else "not there"
+    if report.source is not None:
+        source = shown(report.source)
+    else:
+        named = report.manifest.source if report.manifest is not None else "unknown"
+        source = f"{shown(named)} (not compared)"
     rows = [
         ("checkpoint", shown(report.destination)),
         ("made of", source),
