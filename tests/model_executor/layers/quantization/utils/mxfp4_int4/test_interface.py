@@ -5,6 +5,7 @@
 import numpy
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
     ConversionDtypeError,
@@ -316,6 +317,26 @@ def test_interrupted_elsewhere_leaves_the_source(block_of, monkeypatch):
         convert._convert(weight, scale, "aiter", "mse", 8, False, False, implementation)
     assert torch.equal(weight, before[0])
     assert torch.equal(scale, before[1])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("trace", ["fake", "vmap", "functionalize"])
+def test_tensors_without_data_are_refused(trace):
+    """What torch traces with says that it is on the CPU; its address is 0."""
+    weight, scale = random_experts(e=1)
+
+    def convert_traced(weight, scale):
+        with pytest.raises(ConversionInputError, match="weight: expected a tensor with data"):
+            convert_experts(weight, scale, layout="aiter")
+        return weight
+
+    if trace == "fake":
+        with FakeTensorMode() as mode:
+            convert_traced(mode.from_tensor(weight), mode.from_tensor(scale))
+    elif trace == "vmap":
+        torch.func.vmap(convert_traced)(weight[None], scale[None])
+    else:
+        torch.func.functionalize(convert_traced)(weight, scale)
 
 
 def test_default_device_and_dtype_of_a_model_loader(converted_by, layout):

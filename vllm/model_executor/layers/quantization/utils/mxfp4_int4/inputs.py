@@ -37,6 +37,14 @@ def check_options(layout: str, scale_rule: str, chunk_experts: int, in_place: bo
         )
 
 
+def _has_data(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes behind it: torch traces with tensors that only say so."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def _plain_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
     """The tensor without gradient tracking and without a subclass (vLLM's parameters are one)."""
     if not isinstance(tensor, torch.Tensor):
@@ -47,6 +55,11 @@ def _plain_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) ->
         raise ConversionInputError(
             f"{name}: expected a strided tensor with data on one of {DEVICES}, received layout "
             f"{tensor.layout} on device {tensor.device}"
+        )
+    if not _has_data(tensor):
+        raise ConversionInputError(
+            f"{name}: expected a tensor with data, received a {type(tensor).__name__} without, as "
+            "torch.compile, vmap and FakeTensorMode trace with; convert outside of them"
         )
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype) for dtype in dtypes)
