@@ -247,5 +247,7 @@ def test_command_refuses_what_it_cannot_write(tmp_path):
         result.stderr.replace("│", " ").split()
     )
     assert not (tmp_path / "new").exists()
+    result = run(str(tmp_path / "new"), "--heads=3")
+    assert "hidden_size // heads must be even" in " ".join(result.stderr.replace("│", " ").split())
     result = run(str(tmp_path / "new"), "--shards=100000")
     assert "shards: expected 1 to" in " ".join(result.stderr.replace("│", " ").split())

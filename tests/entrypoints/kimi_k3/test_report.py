@@ -19,7 +19,7 @@ def test_tables_and_page(kimi_k3, int4, tmp_path):
     assert process.returncode == 0, process.stderr
     for part in ("By layer", "error w1", "Codes", "Worst groups", "scale rule mse", "exact"):
         assert part in process.stdout
-    assert process.stderr == ""
+    assert process.stderr == f"page: {html}\n"
     assert html.read_text().startswith("<!doctype html>")
 
 
@@ -34,25 +34,32 @@ def test_json(kimi_k3, int4):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("code", "arguments", "message"),
     [
-        (("{int4}/nowhere",), "expected a checkpoint's folder, found none"),
-        (("{mxfp4}",), "its experts are MXFP4"),
-        (("{int4}", "--layers", "9-1"), "9-1 ends before it begins"),
-        (("{int4}", "--layers", "9"), "layers 9: no int4 matrix there"),
-        (("{int4}", "--sample", "0"), "expected more than 0"),
-        (("{int4}", "--source", "{int4}"), "not the shard that was converted"),
-        (("{int4}", "--html", "{int4}"), "expected a file to write, found a folder"),
-        (("{int4}", "--html", "{int4}/no/page.html"), "expected a folder to write into"),
+        (1, ("{int4}/nowhere",), "expected a checkpoint's folder, found none"),
+        (1, ("{mxfp4}",), "its experts are MXFP4"),
+        (2, ("{int4}", "--layers", "9-1"), "9-1 ends before it begins"),
+        (1, ("{int4}", "--layers", "9"), "layers 9: no int4 matrix there"),
+        (1, ("{int4}", "--sample", "0"), "expected more than 0"),
+        (1, ("{int4}", "--source", "{int4}"), "not the shard that was converted"),
+        (2, ("{int4}", "--html", "{int4}"), "expected a file to write, found a folder"),
+        (2, ("{int4}", "--html", "{int4}/no/page.html"), "expected a folder to write into"),
     ],
 )
-def test_refusals(kimi_k3, int4, mxfp4, arguments, message):
+def test_refusals(kimi_k3, int4, mxfp4, code, arguments, message):
     places = {"int4": int4, "mxfp4": mxfp4}
     process = kimi_k3("report", *(argument.format(**places) for argument in arguments))
-    assert process.returncode == 2
+    assert process.returncode == code
     assert message in plain(process.stderr)
     assert "Traceback" not in process.stderr
     assert process.stdout == ""
+
+
+def test_refusals_as_json(kimi_k3, mxfp4):
+    process = kimi_k3("report", mxfp4, "--json")
+    assert process.returncode == 1
+    assert "its experts are MXFP4" in json.loads(process.stdout)["error"]
+    assert process.stderr == ""
 
 
 @pytest.mark.parametrize(

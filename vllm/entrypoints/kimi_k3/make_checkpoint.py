@@ -38,7 +38,9 @@ def make_checkpoint(
     layers: Annotated[int | None, _size("Layers.")] = None,
     heads: Annotated[int | None, _size("Attention heads.")] = None,
     head_dim: Annotated[int | None, _size("Channels of a KDA head.")] = None,
-    hidden_size: Annotated[int | None, _size("Channels of the model; even.")] = None,
+    hidden_size: Annotated[
+        int | None, _size("Channels of the model; even, and over the heads as well.")
+    ] = None,
     latent_size: Annotated[
         int | None, _size("Channels that routed experts work on; a multiple of 32.")
     ] = None,

@@ -4,12 +4,14 @@
 
 import errno
 import io
+import json
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -57,6 +59,19 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a number, found {value}")
     return value
+
+
+def fail(message: str, as_json: bool) -> NoReturn:
+    """End a command that found something wrong with what it was to read: exit code 1.
+
+    Raises:
+        Exit: Always.
+    """
+    if as_json:
+        print(json.dumps({"error": message}, indent=1))
+    else:
+        print(f"error: {printable(message)}", file=sys.stderr)
+    raise typer.Exit(1)
 
 
 def _abandon_stdout() -> None:

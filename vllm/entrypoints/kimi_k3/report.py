@@ -6,12 +6,13 @@ Parses and prints; the package `reporting` does the work, and imports torch when
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm.entrypoints.kimi_k3.output import check_writable
+from vllm.entrypoints.kimi_k3.output import check_writable, fail, printable
 
 if TYPE_CHECKING:
     from vllm.entrypoints.kimi_k3.reporting.run import Choice, Report
@@ -71,7 +72,7 @@ def report(
     and the worst groups of each layer and projection. Without a source there are codes and scales
     alone. Checksums are not looked at; `kimi-k3 convert --verify` does that.
 
-    Exit code 2: the checkpoint is damaged, or not one that can be reported on.
+    Exit code 1: the checkpoint is damaged, or not one that can be reported on. 2: wrong usage.
     """
     from rich.console import Console
 
@@ -81,6 +82,9 @@ def report(
         if html is not None:
             check_page(html)
         chosen = None if layers is None else parse_layers(layers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
         found = _make(destination, Choice(source, chosen, sample, worst))
         if html is not None:
             from datetime import UTC, datetime
@@ -89,7 +93,9 @@ def report(
 
             write_text(html, page(found, datetime.now(UTC)))
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        fail(str(error), as_json)
+    if html is not None:
+        print(f"page: {printable(str(html))}", file=sys.stderr)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
         return

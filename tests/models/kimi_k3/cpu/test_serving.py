@@ -66,6 +66,7 @@ def test_only_formats_that_read_safetensors_are_checked(tmp_path):
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [
+        ({"hidden_size": 100}, 1, "hidden_size / num_attention_heads: expected an even .*found 25"),
         ({"hidden_act": "gelu"}, 1, "hidden_act: expected one of .*, found 'gelu'"),
         ({"kv_lora_rank": 256}, 1, r"expected \(512, 64\).*found \(256, 64\)"),
         (
