@@ -102,11 +102,12 @@ class ModelSpec:
         ]
         if self.hidden_size % 2:
             problems.append(f"hidden_size must be even, found {self.hidden_size}")
-        if self.heads > 0 and self.hidden_size // self.heads % 2:
+        rotary = self.hidden_size // max(1, self.heads)
+        if rotary > 4 and rotary % 2:
             # No layer of Kimi-K3 rotates anything; transformers checks that all the same.
             problems.append(
                 "hidden_size // heads must be even for transformers to read config.json, found "
-                f"{self.hidden_size} // {self.heads} = {self.hidden_size // self.heads}"
+                f"{self.hidden_size} // {self.heads} = {rotary}"
             )
         if self.experts_per_token > self.experts:
             problems.append(

@@ -118,7 +118,7 @@ def model_problems(text: Mapping[str, Any], *, ranks: int, expert_parallel: bool
         if heads % ranks:
             yield f"{name}: expected a multiple of the tensor-parallel size {ranks}, found {heads}"
     rotary = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    if rotary % 2:
+    if rotary > 4 and rotary % 2:
         yield (
             "hidden_size / num_attention_heads: expected an even number, for transformers refuses "
             f"config.json otherwise, found {rotary}"
