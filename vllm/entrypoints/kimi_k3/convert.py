@@ -121,7 +121,8 @@ def convert(
         _fail(str(error), error.problems, as_json)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}. Run again with --resume", [], as_json)
+        then = "run it again" if dry_run or (verify and not resume) else "--resume goes on"
+        _fail(f"{where}{error.strerror or error}. Once that is mended, {then}", [], as_json)
     _print_done(destination, manifest, done, time.monotonic() - started, as_json)
 
 
@@ -211,9 +212,10 @@ def _print_plan(folder: Path, destination: Path, options: "ConvertOptions", as_j
     from vllm.entrypoints.kimi_k3.conversion.plan import make_plan
     from vllm.entrypoints.kimi_k3.conversion.run import worker_count
 
-    plan = make_plan(folder, options)
     target = Destination(destination)
+    plan = make_plan(folder, options, target.folder)
     target.check_apart(plan.source.folder)
+    target.check_entries(plan.result_names)
     workers = worker_count(options, len(plan.layouts), plan.source_bytes)
     found = plan.as_dict() | {
         "destination": str(target.folder),

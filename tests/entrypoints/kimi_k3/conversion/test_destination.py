@@ -16,6 +16,7 @@ from vllm.entrypoints.kimi_k3.conversion import (
     ConvertOptions,
     convert_checkpoint,
     destination,
+    lock,
 )
 from vllm.entrypoints.kimi_k3.conversion.destination import Destination
 
@@ -88,11 +89,11 @@ def test_a_hidden_folder_that_leads_elsewhere_is_left_alone(source, tmp_path, re
 
 
 def test_a_second_process_is_refused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(destination, "_LOCK_WAIT", 0.2)
+    monkeypatch.setattr(lock, "WAIT", 0.2)
     work = tmp_path / "out" / ".kimi_k3_conversion"
     work.mkdir(parents=True)
-    with (work / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (work / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ConversionFailed, match="another process is converting"):
             convert_checkpoint(source, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").rglob("*")] == [work.name, "lock"]
@@ -128,3 +129,105 @@ def test_nothing_is_left_of_a_run_that_fails_at_once(source, tmp_path, monkeypat
     with pytest.raises(OSError, match="Input/output error"):
         convert_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("to", ["", "deep", ".."], ids=["it", "in it", "around it"])
+def test_a_link_in_the_source_does_not_lead_the_destination_into_itself(copy, tmp_path, to, resume):
+    out = tmp_path / "around" / "out"
+    (out.parent if to == ".." else out).mkdir(parents=True)
+    if to == "deep":
+        convert_checkpoint(copy, out)
+        (out / "deep").mkdir()
+    (copy / "link").symlink_to(out / to if to != ".." else out.parent)
+    before = digests(tmp_path)
+    with pytest.raises(ConversionFailed) as failure:
+        convert_checkpoint(copy, out, ConvertOptions(resume=resume or to == "deep"))
+    assert failure.value.problems == ["link: a link to the destination, in or around it"]
+    assert digests(tmp_path) == before
+    assert not (out / ".kimi_k3_conversion").exists()
+
+
+def test_a_link_in_the_destination_does_not_lead_into_the_source(copy, tmp_path):
+    out = tmp_path / "out"
+    convert_checkpoint(copy, out)
+    shutil.rmtree(out / "modeling")
+    (out / "modeling").symlink_to(copy / "modeling")
+    before = {file: file.stat().st_ino for file in copy.rglob("*")}, digests(out)
+    with pytest.raises(ConversionFailed) as failure:
+        convert_checkpoint(copy, out, ConvertOptions(resume=True))
+    assert failure.value.problems == ["modeling: no folder, or a link"]
+    assert ({file: file.stat().st_ino for file in copy.rglob("*")}, digests(out)) == before
+    target = Destination(out)
+    with (
+        target.locked(),
+        pytest.raises(ConversionFailed, match="modeling: no folder, or a link"),
+    ):
+        target.copy(copy / "config.json", "modeling/new/x.py")
+    assert not (copy / "modeling" / "new").exists()
+
+
+def test_links_in_a_circle_are_told(source, tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    for folder, out in ((tmp_path / "circle", tmp_path / "x"), (source, tmp_path / "circle")):
+        with pytest.raises(ConversionFailed, match="circle: its links lead in a circle"):
+            convert_checkpoint(folder, out)
+
+
+def test_a_run_at_work_is_told_from_one_that_was_stopped(source, tmp_path):
+    target = Destination(tmp_path / "out")
+    account = {"source": "/s", "scale_rule": "mse", "include": [], "exclude": [], "shards": {}}
+    with target.locked():
+        target.write_plan(account)
+        with pytest.raises(ConversionFailed, match="another process is converting into this"):
+            convert_checkpoint(source, tmp_path / "out")
+        target.write("x.shard.json", b"{}", hidden=True)
+    with pytest.raises(ConversionFailed, match="found an unfinished conversion"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+def test_a_refusal_is_not_hidden_by_a_folder_that_another_run_has_filled(source, tmp_path):
+    target = Destination(tmp_path / "out")
+
+    def refuse() -> None:
+        (tmp_path / "out" / "x").write_text("of another run")
+        raise ConversionFailed("the real reason")
+
+    with pytest.raises(ConversionFailed, match="the real reason"), target.locked():
+        refuse()
+    assert (tmp_path / "out" / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["plan.json", "lock", "x.partial", ""])
+def test_a_folder_or_a_file_in_place_of_ours_is_named(source, result, tmp_path, name):
+    out = shutil.copytree(result, tmp_path / "out")
+    if name:
+        (out / ".kimi_k3_conversion" / name).mkdir(parents=True)
+    else:
+        (out / ".kimi_k3_conversion").write_text("x")
+    if name == "x.partial":
+        # Ours, whatever it is: removed with all else that is incomplete.
+        convert_checkpoint(source, out, ConvertOptions(resume=True))
+        assert digests(out) == digests(result)
+        return
+    with pytest.raises(ConversionFailed, match=rf"\.kimi_k3_conversion(/{name})?: (exp|cannot)"):
+        convert_checkpoint(source, out, ConvertOptions(resume=True))
+    assert (out / "model.safetensors.index.json").exists()
+
+
+def test_errors_name_the_file_that_was_to_be(source, tmp_path, monkeypatch):
+    """And not the temporary one, which is gone by then."""
+    target = Destination(tmp_path / "out")
+
+    def fail(handle):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with target.locked(), monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        for work in (
+            lambda: target.write("config.json", b"{}"),
+            lambda: target.copy(source / "config.json", "config.json"),
+        ):
+            with pytest.raises(OSError, match="Input/output error") as failure:
+                work()
+            assert failure.value.filename == str(tmp_path / "out" / "config.json")

@@ -229,9 +229,7 @@ def test_values_that_int4_cannot_hold_are_named_and_the_rest_is_kept(tmp_path):
     with pytest.raises(ConversionFailed, match="1 of 2 shards could not be converted") as failure:
         convert_checkpoint(source, tmp_path / "d")
     [problem] = failure.value.problems
-    assert problem.startswith(
-        "bad.safetensors: experts.1.w1, rows from 0: expert 0, row 3, group 1"
-    )
+    assert problem.startswith("bad.safetensors: experts.1.w1, row 3, group 1 ")
     assert (tmp_path / "d" / "good.safetensors").exists()
     assert not (tmp_path / "d" / "model.safetensors.index.json").exists()
     assert not list((tmp_path / "d").rglob("*.partial"))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from reprlib import repr as short
+from typing import Any
 
 # The safetensors format: bytes of an element.
 ELEMENT_BYTES = {
@@ -94,24 +96,32 @@ def read_full_header(file: Path) -> Header:
             )
         text = shard.read(length)
     try:
-        pairs = json.loads(text, object_pairs_hook=unique_pairs)
+        # Decoded here, because `json` would take UTF-16 and lone surrogates as well.
+        pairs = json.loads(text.decode(), object_pairs_hook=unique_pairs)
+        if not isinstance(pairs, dict):
+            raise ValueError(f"expected an object, found {type(pairs).__name__}")
         metadata = pairs.pop("__metadata__", None) or {}
-        pairs = dict(sorted(pairs.items(), key=lambda pair: tuple(pair[1]["data_offsets"])))
-        entries = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in pairs.items()}
-        spans = {name: tuple(e["data_offsets"]) for name, e in pairs.items()}
-        _check_kinds(metadata, entries, spans)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _check_kinds(metadata, pairs)
+    except (ValueError, RecursionError) as error:
         raise HeaderError(f"its header is no safetensors header: {error}") from error
+    pairs = dict(sorted(pairs.items(), key=lambda pair: tuple(pair[1]["data_offsets"])))
+    entries = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in pairs.items()}
+    spans = {name: tuple(e["data_offsets"]) for name, e in pairs.items()}
     end = 0
-    for start, stop in spans.values():
+    for name, (start, stop) in spans.items():
         if start != end or stop < start:
-            raise HeaderError(f"its tensors leave a gap or overlap at byte {end:,} of the data")
+            raise HeaderError(
+                f"its tensors leave a gap or overlap at byte {end:,} of the data: {_shown(name)} "
+                f"takes {start:,} to {stop:,}"
+            )
         end = stop
     for name, entry in entries.items():
         bits = ELEMENT_BYTES.get(entry.dtype)
         start, stop = spans[name]
         if bits is not None and stop - start != prod(entry.shape) * bits:
-            raise HeaderError(f"{name}: {stop - start:,} bytes are not {entry.dtype} {entry.shape}")
+            raise HeaderError(
+                f"{_shown(name)}: {stop - start:,} bytes are not {entry.dtype} {entry.shape}"
+            )
     first = 8 + length
     if size != first + end:
         state = "truncated" if size < first + end else "followed by foreign bytes"
@@ -125,9 +135,7 @@ def read_full_header(file: Path) -> Header:
     )
 
 
-def _check_kinds(
-    metadata: object, entries: dict[str, Entry], spans: dict[str, tuple[int, ...]]
-) -> None:
+def _check_kinds(metadata: object, pairs: dict[str, Any]) -> None:
     """Refuse JSON of the wrong kinds, which would otherwise compare and add up somehow.
 
     Raises:
@@ -136,13 +144,32 @@ def _check_kinds(
     """
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("__metadata__: expected text by name")
-    for name, entry in entries.items():
-        numbers = (*entry.shape, *spans[name])
-        if not isinstance(entry.dtype, str) or len(spans[name]) != 2:
-            raise ValueError(f"{name}: expected a dtype, a shape and two offsets")
+    for name, entry in pairs.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"{_shown(name)}: expected an object, found {short(entry)}")
+        dtype, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(span, list)):
+            raise ValueError(f"{_shown(name)}: expected a dtype, a shape and data_offsets")
+        if len(span) != 2:
+            raise ValueError(f"{_shown(name)}: expected two data_offsets, found {short(span)}")
         # `type`, because JSON's true is an int to Python.
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"{name}: expected whole numbers of 0 or more as shape and offsets")
+        if not all(type(number) is int and number >= 0 for number in (*shape, *span)):
+            raise ValueError(
+                f"{_shown(name)}: expected whole numbers of 0 or more as shape and data_offsets"
+            )
+        if not name.isascii():
+            _check_name(name)
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{_shown(name)}: a name that is no Unicode text") from error
+
+
+def _shown(name: str) -> str:
+    return name if name and name.isprintable() else repr(name)
 
 
 def unique_pairs(pairs: list[tuple[str, object]]) -> dict:
@@ -155,5 +182,5 @@ def unique_pairs(pairs: list[tuple[str, object]]) -> dict:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        raise ValueError(f"named twice: {', '.join(twice[:5])}")
+        raise ValueError(f"named twice: {', '.join(map(_shown, twice[:5]))}")
     return result

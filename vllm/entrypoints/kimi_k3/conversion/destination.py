@@ -6,36 +6,35 @@ Every file comes to its name by a rename, complete and on disk. What is unfinish
 run must know of the finished, lies in one hidden folder that the last step removes.
 """
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
+from vllm.entrypoints.kimi_k3.conversion import lock
+from vllm.entrypoints.kimi_k3.conversion.fields import objects, read_json, text, texts, whole
 from vllm.entrypoints.kimi_k3.conversion.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
     ShardRecord,
 )
-from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, shown
-from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
+from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, resolved, shown
+from vllm.entrypoints.kimi_k3.conversion.source import NOT_COPIED, WORK_NAME
 
 COPY_PIECE = 8 << 20
 _PLAN = "plan.json"
 _RECORD = ".shard.json"
 _LOCK = "lock"
-# A run that was killed holds the lock until its last worker is gone, which takes a moment.
-_LOCK_WAIT = 3.0
+# What an account must say; `Plan.fingerprint` says it.
+_ACCOUNT = ("source", "scale_rule", "include", "exclude", "shards")
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,27 @@ class Stamp:
         status = file.stat()
         return cls(status.st_size, status.st_mtime_ns)
 
+    @classmethod
+    def from_json(cls, value: object, at: str) -> "Stamp":
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError: A field is not of its kind.
+        """
+        found = objects(value, at, ("bytes", "mtime_ns"))
+        # There are files from before 1970.
+        if type(found["mtime_ns"]) is not int:
+            raise ValueError(f"{at}.mtime_ns: expected a whole number")
+        return cls(whole(found["bytes"], f"{at}.bytes"), found["mtime_ns"])
+
 
 class Destination:
     """A folder under conversion."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder = resolved(folder)
         self.work = self.folder / WORK_NAME
+        self._held = False
 
     def check_apart(self, source: Path) -> None:
         """Refuse a destination that is the source, or lies in it or around it.
@@ -81,6 +94,11 @@ class Destination:
             return "new"
         if not self.folder.is_dir():
             raise ConversionFailed(f"{shown(self.folder)}: expected a folder, found a file")
+        if self.work.exists() and not self.work.is_dir():
+            raise ConversionFailed(
+                f"{shown(self.work)}: expected a folder, found a file. Remove it, or name another "
+                "destination"
+            )
         if self.work.is_symlink():
             # Not ours, and nothing may be swept where it leads.
             return "foreign"
@@ -97,6 +115,8 @@ class Destination:
             ConversionFailed: Says which of the cases it is.
         """
         state = self.state()
+        if state == "begun" and not resume and not self._held and lock.is_held(self.work / _LOCK):
+            raise self._busy()
         if state == "new" or (resume and state in ("begun", "finished")):
             return
         what, then = {
@@ -127,16 +147,29 @@ class Destination:
         """
         made = not self.folder.exists()
         try:
-            lock = self._lock()
+            held = lock.acquire(self.work / _LOCK)
         except OSError as error:
             raise ConversionFailed(
-                f"{shown(self.folder)}: cannot be written: {error.strerror}. Nothing was written"
+                f"{shown(error.filename or self.folder)}: cannot be written: {error.strerror}. "
+                "Nothing was written"
             ) from error
+        if held is None:
+            raise self._busy()
+        self._held = True
         try:
-            yield lock
+            yield held
         finally:
-            self._leave(made)
-            os.close(lock)
+            self._held = False
+            # What cannot be tidied up must not hide why the run ended.
+            with suppress(OSError):
+                self._leave(made)
+            os.close(held)
+
+    def _busy(self) -> ConversionFailed:
+        return ConversionFailed(
+            f"{shown(self.folder)}: another process is converting into this folder. Nothing was "
+            "written. Wait for it, or name another folder"
+        )
 
     def _leave(self, made: bool) -> None:
         """After a run that did not finish: keep what a later run can use, and no more."""
@@ -150,36 +183,44 @@ class Destination:
             if made:
                 self.folder.rmdir()
 
-    def _lock(self) -> int:
-        path = self.work / _LOCK
-        deadline = time.monotonic() + _LOCK_WAIT
-        while True:
-            self.work.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The run before may have finished and removed the file in between.
-                if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                    return lock
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    os.close(lock)
-                    raise
-            os.close(lock)
-            if time.monotonic() > deadline:
-                raise ConversionFailed(
-                    f"{shown(self.folder)}: another process is converting into this folder. "
-                    "Nothing was written. Wait for it, or name another folder"
-                )
-            time.sleep(0.05)
+    def check_entries(self, names: Iterable[str]) -> None:
+        """Refuse what stands where files are to be written and is no file of ours to replace.
+
+        Raises:
+            ConversionFailed: A folder, a pipe or a device under a file's name, or a link in place
+                of a folder, through which something else would be overwritten.
+        """
+        hidden = [f"{WORK_NAME}/{file.name}" for file in self.work.glob(f"*{_RECORD}")]
+        problems: dict[str, None] = {}
+        for name in (*names, f"{WORK_NAME}/{_PLAN}", *hidden):
+            path = self.folder / name
+            above = [p for p in reversed(path.parents) if self.folder in p.parents]
+            wrong = [p for p in above if p.is_symlink() or (p.exists() and not p.is_dir())]
+            if wrong:
+                problems[f"{shown(wrong[0].relative_to(self.folder))}: no folder, or a link"] = None
+            elif path.exists() and not path.is_file():
+                kind = "a folder" if path.is_dir() else "no regular file"
+                problems[f"{shown(name)}: expected a file or nothing, found {kind}"] = None
+        if problems:
+            raise ConversionFailed(
+                f"{shown(self.folder)}: not all files can get their names there:",
+                list(problems),
+                "Nothing was written. Remove what is named, or name a new folder.",
+            )
 
     def read_plan(self) -> dict[str, Any] | None:
         """What an earlier run has written down about itself; None if there is nothing of use."""
         try:
-            found = json.loads((self.work / _PLAN).read_bytes())
+            found = objects(read_json(self.work / _PLAN), _PLAN, _ACCOUNT)
+            for name in ("source", "scale_rule"):
+                text(found[name], name)
+            for name in ("include", "exclude"):
+                texts(found[name], name)
+            for name, header in objects(found["shards"], "shards").items():
+                text(header, name)
         except (FileNotFoundError, ValueError):
-            found = None
-        return found if isinstance(found, dict) else None
+            return None
+        return found
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Write down what is being done. Without an account of it, finished shards mean nothing."""
@@ -218,7 +259,7 @@ class Destination:
     def write(self, name: str, data: bytes, *, hidden: bool = False) -> FileRecord:
         """Write a small file whole."""
         partial = self.partial_path()
-        with partial.open("xb") as file:
+        with _told_as(self._path(name, hidden), partial), partial.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -229,7 +270,8 @@ class Destination:
         """Copy a file byte for byte."""
         partial = self.partial_path()
         digest, count = sha256(), 0
-        with source.open("rb") as read, partial.open("xb") as written:
+        told = _told_as(self._path(name), partial)
+        with told, source.open("rb") as read, partial.open("xb") as written:
             while piece := read.read(COPY_PIECE):
                 digest.update(piece)
                 written.write(piece)
@@ -246,10 +288,17 @@ class Destination:
 
     def place(self, partial: Path, name: str, *, hidden: bool = False) -> None:
         """Give a complete file its name; survives a crash of the machine."""
-        target = (self.work if hidden else self.folder) / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.rename(target)
-        sync_folder(target.parent)
+        target = self._path(name, hidden)
+        with _told_as(target, partial):
+            # A link there would lead the file, and what it replaces, out of the folder.
+            if target.parent.resolve() != target.parent or target.is_dir():
+                self.check_entries([str(target.relative_to(self.folder))])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(target)
+            sync_folder(target.parent)
+
+    def _path(self, name: str, hidden: bool = False) -> Path:
+        return (self.work if hidden else self.folder) / name
 
     def remember(self, name: str, record: ShardRecord, stamps: dict[str, Stamp]) -> None:
         """Note down a shard before it gets its name."""
@@ -260,19 +309,25 @@ class Destination:
         self.write(_record_name(name), json.dumps(entry).encode(), hidden=True)
 
     def remembered(self, name: str) -> tuple[ShardRecord, dict[str, Stamp]] | None:
-        """What `remember` noted down."""
+        """What `remember` noted down; None if there is nothing of use."""
         try:
-            found = json.loads((self.work / _record_name(name)).read_bytes())
-            stamps = {file: Stamp(**stamp) for file, stamp in found["stamps"].items()}
-            return ShardRecord.from_json(found["record"]), stamps
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            note = objects(read_json(self.work / _record_name(name)), name, ("record", "stamps"))
+            stamps = {
+                file: Stamp.from_json(stamp, file)
+                for file, stamp in objects(note["stamps"], "stamps").items()
+            }
+            return ShardRecord.from_json(note["record"]), stamps
+        except (FileNotFoundError, ValueError):
             return None
 
     def sweep(self) -> None:
         """Remove what is incomplete."""
         if self.work.is_dir():
             for file in self.work.glob("*.partial"):
-                file.unlink(missing_ok=True)
+                if file.is_dir() and not file.is_symlink():
+                    shutil.rmtree(file)
+                else:
+                    file.unlink(missing_ok=True)
 
     def withdraw_index(self) -> None:
         """A folder without an index is not taken for a checkpoint while it is under repair."""
@@ -289,6 +344,17 @@ def _record_name(shard: str) -> str:
     return sha256(shard.encode(errors="surrogateescape")).hexdigest()[:32] + _RECORD
 
 
+@contextmanager
+def _told_as(target: Path, partial: Path) -> Iterator[None]:
+    """Errors about an incomplete file name the one that it was to become."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and str(error.filename) != str(partial):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -296,6 +362,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def strangers(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """What lies in a folder beside the named files, in order; links to folders are not followed.
+
+    What tools that fetch checkpoints leave behind is nobody's business, and of the hidden folder
+    others tell.
+    """
+    known = set(names)
+    folders = {str(above) for name in known for above in PurePosixPath(name).parents}
+
+    def walk(at: Path) -> Iterator[str]:
+        for entry in sorted(os.scandir(at), key=lambda entry: entry.name):
+            path = at / entry.name
+            name = str(path.relative_to(folder))
+            if entry.name in NOT_COPIED or name == WORK_NAME or name in known:
+                continue
+            if name in folders and entry.is_dir(follow_symlinks=False):
+                yield from walk(path)
+            else:
+                yield name
+
+    yield from walk(folder)
 
 
 def digest_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileRecord:

@@ -3,7 +3,7 @@
 """Which shards of an earlier run stay: those that are proven, byte for byte, by their checksum."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,32 +21,79 @@ def prove_kept(plan: Plan, target: Destination, progress: Progress) -> dict[str,
     they are converted again."""
     finished = target.finished_records()
     claimed: dict[str, ShardRecord] = {}
+    by_manifest: set[str] = set()
+
+    def drop(name: str, reason: str) -> None:
+        progress.note(f"{shown(name)}: {reason}; it is converted again")
+        claimed.pop(name, None)
+
     for name in plan.layouts:
         remembered = target.remembered(name)
+        record = finished.get(name)
         if remembered is not None:
             record, stamps = remembered
-            now = {f: Stamp.of(plan.source.folder / f) for f in sorted(plan.needed(name))}
-            if stamps == now:
-                claimed[name] = record
-            else:
-                progress.note(f"{shown(name)}: its source has changed; it is converted again")
-        elif name in finished:
-            claimed[name] = finished[name]
+            if stamps != {f: Stamp.of(plan.source.folder / f) for f in sorted(plan.needed(name))}:
+                drop(name, "its source has changed")
+                continue
+        elif record is not None:
+            by_manifest.add(name)
+        else:
+            continue
+        wrong = next(unlike(plan, name, record), None)
+        if wrong is None:
+            claimed[name] = record
+        else:
+            drop(name, f"what was noted down of it is wrong, {wrong}")
     if not claimed:
         return {}
-    size = sum(record.result.bytes for record in claimed.values())
-    progress.phase("proving what is there", size)
+    results = sum(record.result.bytes for record in claimed.values())
+    # A manifest knows no times. Its shards are of one state of the source, and of this one, only
+    # if every byte that they were made of is the same.
+    sources = {
+        file: plan.source.headers[file].size
+        for name in claimed.keys() & by_manifest
+        for file in plan.needed(name)
+    }
+    progress.phase("proving what is there", results + sum(sources.values()))
 
     def prove(name: str) -> str | None:
         return judge(target.folder / name, claimed[name].result, claimed, progress.advance)
 
+    def is_same(file: str) -> bool:
+        record = finished.get(file)
+        path = plan.source.folder / file
+        return record is not None and digest_file(path, progress.advance) == record.source
+
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        same = threads.map(is_same, sources)
         problems = dict(zip(claimed, threads.map(prove, claimed), strict=True))
+        changed = {file for file, proven in zip(sources, same, strict=True) if not proven}
     for name, problem in problems.items():
+        others = sorted(changed.intersection(plan.needed(name))) if name in by_manifest else []
         if problem is not None:
-            progress.note(f"{shown(name)}: {problem}; it is converted again")
-            del claimed[name]
+            drop(name, problem)
+        elif others:
+            drop(name, f"{shown(others[0])} of the source has not the manifest's SHA-256")
     return claimed
+
+
+def unlike(plan: Plan, name: str, record: ShardRecord) -> Iterator[str]:
+    """Fields of a shard's record that headers alone disprove."""
+    header, modules = plan.source.headers[name], tuple(m.name for m in plan.modules[name])
+    if record.source_header != header.digest:
+        # Nothing else can be right then.
+        yield "the source's header is another one than then"
+        return
+    for field, found, expected in (
+        ("source.bytes", record.source.bytes, header.size),
+        ("result.bytes", record.result.bytes, plan.layouts[name].size),
+    ):
+        if found != expected:
+            yield f"{field}: expected {expected:,}, found {found:,}"
+    if record.modules != modules:
+        differ = sorted({*record.modules} ^ {*modules})[:1]
+        at = f", e.g. {shown(differ[0])}" if differ else ""
+        yield f"modules: expected {len(modules):,}, found {len(record.modules):,}{at}"
 
 
 def judge(
@@ -64,7 +111,7 @@ def judge(
         on_bytes: Told of bytes as they are read.
     """
     if not file.is_file():
-        return "not there"
+        return "no regular file" if file.exists() else "not there"
     size = file.stat().st_size
     found = None
     if size == expected.bytes:

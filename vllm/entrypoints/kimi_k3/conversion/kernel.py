@@ -3,6 +3,7 @@
 """Rows of MXFP4 bytes to rows of int4 bytes. The only module of this package that uses torch."""
 
 import importlib.util
+import os
 import struct
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 _PACKAGE = "vllm.model_executor.layers.quantization.utils.mxfp4_int4"
+# Of that package: without these values it never insists on compiled code, so nobody needs to ask.
+_NATIVE, _EASY = "VLLM_KIMI_K3_NATIVE", ("", "0")
 
 
 def load_package() -> ModuleType:
@@ -44,12 +47,19 @@ def load_package() -> ModuleType:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there, before anything is written.
+    """Refuse what no shard could be converted with, before anything is written.
 
     Raises:
-        ConversionFailed: No GPU, or a torch without support for it.
+        ConversionFailed: No GPU, or a torch without support for it; or the environment insists on
+            compiled code that cannot be had.
     """
     if device == "cpu":
+        if os.environ.get(_NATIVE, "") not in _EASY:
+            package = load_package()
+            try:
+                package.native.is_worth(0)
+            except package.ConversionError as error:
+                raise ConversionFailed(f"{error}. Nothing was written") from error
         return
     import torch
 

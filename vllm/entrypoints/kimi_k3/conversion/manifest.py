@@ -6,9 +6,21 @@ It holds no time, no host and nothing else that differs between two runs over on
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from reprlib import repr as short
+from typing import Self
+
+from vllm.entrypoints.kimi_k3.conversion.fields import (
+    checksum,
+    inside,
+    objects,
+    read_json,
+    text,
+    texts,
+    whole,
+)
+from vllm.entrypoints.kimi_k3.conversion.options import SCALE_RULES, shown
 
 MANIFEST_NAME = "kimi_k3_conversion.json"
 VERSION = 1
@@ -20,6 +32,16 @@ class FileRecord:
 
     bytes: int
     sha256: str
+
+    @classmethod
+    def from_json(cls, value: object, at: str = "file") -> Self:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError: A field is not of its kind; the message begins with ``at``.
+        """
+        found = objects(value, at, _names(cls))
+        return cls(whole(found["bytes"], f"{at}.bytes"), checksum(found["sha256"], f"{at}.sha256"))
 
 
 @dataclass(frozen=True)
@@ -39,13 +61,18 @@ class ShardRecord:
     modules: tuple[str, ...]
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`."""
+    def from_json(cls, value: object, at: str = "shard") -> Self:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError: See `FileRecord.from_json`.
+        """
+        found = objects(value, at, _names(cls))
         return cls(
-            FileRecord(**found["source"]),
-            found["source_header"],
-            FileRecord(**found["result"]),
-            tuple(found["modules"]),
+            FileRecord.from_json(found["source"], f"{at}.source"),
+            checksum(found["source_header"], f"{at}.source_header"),
+            FileRecord.from_json(found["result"], f"{at}.result"),
+            texts(found["modules"], f"{at}.modules"),
         )
 
 
@@ -85,17 +112,54 @@ class Manifest:
         """
         file = folder / MANIFEST_NAME
         try:
-            found = json.loads(file.read_bytes())
-            if found["version"] != VERSION:
-                raise ValueError(f"expected version {VERSION}, found {found['version']!r}")
-            return cls(
-                source=found["source"],
-                scale_rule=found["scale_rule"],
-                include=tuple(found["include"]),
-                exclude=tuple(found["exclude"]),
-                shards={n: ShardRecord.from_json(r) for n, r in found["shards"].items()},
-                files={n: FileRecord(**r) for n, r in found["files"].items()},
-                tools=found["tools"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: not a conversion's manifest: {error!r}") from error
+            return cls.from_json(read_json(file))
+        except ValueError as error:
+            raise ValueError(f"{shown(file)}: not a conversion's manifest: {error}") from error
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        """The inverse of `text`, parsed.
+
+        Raises:
+            ValueError: Names the field that is not of its kind.
+        """
+        found = objects(value, "the whole")
+        # Before the fields, which another version may have others of.
+        version = found.get("version")
+        if type(version) is not int or version != VERSION:
+            raise ValueError(f"version: expected {VERSION}, found {short(version)}")
+        objects(found, "the whole", ("version", *_names(cls)))
+        rule = text(found["scale_rule"], "scale_rule")
+        if rule not in SCALE_RULES:
+            expected = ", ".join(SCALE_RULES)
+            raise ValueError(f"scale_rule: expected one of {expected}, found {short(rule)}")
+        source = text(found["source"], "source")
+        if not Path(source).is_absolute() or "\0" in source:
+            raise ValueError(f"source: expected an absolute path, found {short(source)}")
+        shards, files = (objects(found[name], name) for name in ("shards", "files"))
+        tools = objects(found["tools"], "tools")
+        return cls(
+            source=source,
+            scale_rule=rule,
+            include=texts(found["include"], "include"),
+            exclude=texts(found["exclude"], "exclude"),
+            shards={
+                _shard_name(name): ShardRecord.from_json(record, f"shards.{shown(name)}")
+                for name, record in shards.items()
+            },
+            files={
+                inside(name, "files"): FileRecord.from_json(record, f"files.{shown(name)}")
+                for name, record in files.items()
+            },
+            tools={name: text(tool, f"tools.{shown(name)}") for name, tool in tools.items()},
+        )
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind))
+
+
+def _shard_name(name: str) -> str:
+    if inside(name, "shards") != Path(name).name or not name.endswith(".safetensors"):
+        raise ValueError(f"shards: expected names of *.safetensors files, found {short(name)}")
+    return name

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """What a caller can choose, and the error that a caller gets."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,4 +69,20 @@ class ConvertOptions:
 def shown(path: Path | str) -> str:
     """A path or a name as one printable line, whatever characters it has."""
     text = str(path)
-    return text if text.isprintable() else repr(text)
+    return text if text and text.isprintable() else repr(text)
+
+
+def resolved(path: Path) -> Path:
+    """A path without links; what it names need not be there.
+
+    Raises:
+        ConversionFailed: Its links lead in a circle, or it cannot be looked at.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        what = "its links lead in a circle" if error.errno == errno.ELOOP else error.strerror
+        raise ConversionFailed(f"{shown(path)}: {what}. Nothing was written") from error
+    return path.resolve()

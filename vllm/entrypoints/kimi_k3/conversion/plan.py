@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
 from vllm.entrypoints.kimi_k3.conversion.layout import Layout, plan_shard
-from vllm.entrypoints.kimi_k3.conversion.manifest import Manifest, ShardRecord
+from vllm.entrypoints.kimi_k3.conversion.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardRecord,
+)
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions, shown
 from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
 from vllm.entrypoints.kimi_k3.conversion.selection import Selection, select
@@ -47,6 +52,12 @@ class Plan:
     def result_bytes(self) -> int:
         """Bytes of all shards of the result."""
         return sum(layout.size for layout in self.layouts.values())
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """Every file of the result, relative to its folder."""
+        others = (*self.source.others, "config.json", MANIFEST_NAME, INDEX_NAME)
+        return (*self.layouts, *others)
 
     @property
     def other_bytes(self) -> int:
@@ -124,13 +135,18 @@ class Plan:
         }
 
 
-def make_plan(folder: Path, options: ConvertOptions) -> Plan:
+def make_plan(folder: Path, options: ConvertOptions, destination: Path | None = None) -> Plan:
     """Read a source and decide what is to be done.
+
+    Args:
+        folder: The source.
+        options: What to convert, and how.
+        destination: Resolved; see `read_source`.
 
     Raises:
         ConversionFailed: With every problem found.
     """
-    source = read_source(folder)
+    source = read_source(folder, destination)
     selection = select(source.modules, options.include, options.exclude)
     modules: dict[str, list[Module]] = {name: [] for name in source.headers}
     for module in selection.modules.values():

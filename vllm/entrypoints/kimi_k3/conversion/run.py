@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp
+from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp, strangers
 from vllm.entrypoints.kimi_k3.conversion.kept import prove_kept
 from vllm.entrypoints.kimi_k3.conversion.kernel import check_device
 from vllm.entrypoints.kimi_k3.conversion.manifest import (
@@ -19,7 +19,12 @@ from vllm.entrypoints.kimi_k3.conversion.manifest import (
     Manifest,
     ShardRecord,
 )
-from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions, shown
+from vllm.entrypoints.kimi_k3.conversion.options import (
+    ConversionFailed,
+    ConvertOptions,
+    resolved,
+    shown,
+)
 from vllm.entrypoints.kimi_k3.conversion.plan import Plan, check_same, fingerprint, make_plan
 from vllm.entrypoints.kimi_k3.conversion.pool import Outcome, run_here, run_workers
 from vllm.entrypoints.kimi_k3.conversion.progress import Progress
@@ -58,9 +63,10 @@ def convert_checkpoint(
     """
     options, progress = options or ConvertOptions(), progress or Progress()
     target = Destination(destination)
-    target.check_apart(source.resolve())
+    target.check_apart(resolved(source))
     target.check_may_begin(options.resume)
-    plan = make_plan(source, options)
+    plan = make_plan(source, options, target.folder)
+    target.check_entries(plan.result_names)
     _check_space(plan, target)
     if options.ray:
         from vllm.entrypoints.kimi_k3.conversion.ray_tasks import connect
@@ -70,11 +76,13 @@ def convert_checkpoint(
         check_device(options.device)
     with target.locked() as lock:
         target.check_may_begin(options.resume)
+        target.check_entries(plan.result_names)
         _agree(plan, target)
         target.sweep()
-        target.withdraw_index()
         try:
             records = prove_kept(plan, target, progress)
+            # Not before all else was judged: until here a finished checkpoint stays one.
+            target.withdraw_index()
             waiting = [name for name in plan.layouts if name not in records]
             records |= _convert(plan, target, waiting, progress, lock)
             manifest = _complete(plan, target, records)
@@ -83,6 +91,8 @@ def convert_checkpoint(
                 where = str(error.filename or target.folder)
                 raise _no_space(plan, target, where) from error
             raise
+        for name in strangers(target.folder, plan.result_names):
+            progress.note(f"{shown(name)}: not of this conversion; it is left as it is")
         target.finish()
     if options.verify:
         verify_checkpoint(source, destination, options, progress)

@@ -6,6 +6,7 @@ What is in memory does not depend on the size of the shard or of any tensor in i
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from vllm.entrypoints.kimi_k3.conversion.source import GROUP, PACKED, SCALE, SHA
 
 # Bytes of codes, or of anything else, that are in work at a time.
 PIECE = 8 << 20
+# The conversion's words for a place in what it was given.
+_PLACE = re.compile(r"^expert 0, row (\d+)")
 # One that is read, and those that wait for both checksums.
 _BUFFERS = 6
 
@@ -187,8 +190,9 @@ class Work:
                     codes, scales, rows, self.job.scale_rule, self.job.device
                 )
             except ValueError as error:
+                where = _of_module(str(error), row)
                 raise ConversionFailed(
-                    f"{shown(self.job.name)}: {shown(module.name)}, rows from {row:,}: {error}"
+                    f"{shown(self.job.name)}: {shown(module.name)}, {where}"
                 ) from error
             back = partial(self.buffers.put, buffer)
             if module.packed_in == self.job.name:
@@ -228,6 +232,11 @@ class Work:
             FileRecord(os.fstat(self.result).st_size, self.result_digest.finish()),
             tuple(module.name for module in self.job.modules),
         )
+
+
+def _of_module(message: str, first: int) -> str:
+    """What the conversion says of some rows, counted from the module's first one instead."""
+    return _PLACE.sub(lambda found: f"row {first + int(found[1]):,}", message)
 
 
 class _Shared:

@@ -22,7 +22,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.headers import (
 )
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
 from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME
-from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, shown
+from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, resolved, shown
 from vllm.entrypoints.kimi_k3.conversion.quantization import check_config
 
 GROUP = 32
@@ -34,7 +34,8 @@ _LARGEST = 1 << 48
 # Of fused experts in the form of gpt-oss.
 _GPT_OSS = ("_blocks", "_scales")
 # Left behind by tools that fetch checkpoints; no part of one.
-_NOT_COPIED = frozenset({".git", ".cache"})
+NOT_COPIED = frozenset({".git", ".cache"})
+_REWRITTEN = frozenset({INDEX_NAME, "config.json"})
 # Of `destination`: where an unfinished conversion keeps its account.
 WORK_NAME = ".kimi_k3_conversion"
 
@@ -71,14 +72,18 @@ class Source:
     others: tuple[str, ...] = ()
 
 
-def read_source(folder: Path) -> Source:
+def read_source(folder: Path, destination: Path | None = None) -> Source:
     """Read and judge a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        destination: Where its conversion is to be, resolved; no link in the source may lead there.
 
     Raises:
         ConversionFailed: With every problem found.
     """
     try:
-        return _read_source(folder.resolve())
+        return _read_source(resolved(folder), destination)
     except OSError as error:
         raise ConversionFailed(
             f"{shown(error.filename or folder)}: cannot be read: {error.strerror}. Nothing was "
@@ -90,7 +95,7 @@ def read_source(folder: Path) -> Source:
         ) from error
 
 
-def _read_source(folder: Path) -> Source:
+def _read_source(folder: Path, destination: Path | None) -> Source:
     if not folder.is_dir():
         raise ConversionFailed(f"{shown(folder)}: expected a checkpoint's folder, found none")
     if (folder / MANIFEST_NAME).exists():
@@ -109,7 +114,14 @@ def _read_source(folder: Path) -> Source:
     owner = _find_owners(source, located, of_shards)
     # Nothing can be said about partners while shards are missing or broken.
     problems += of_shards or _find_modules(source, owner)
-    source.others = tuple(_find_others(folder, set(source.headers), problems))
+    source.others = tuple(_find_others(folder, set(source.headers), destination, problems))
+    if destination is not None:
+        files = (folder / name for name in (*source.headers, *source.others, *_REWRITTEN))
+        problems += [
+            f"{shown(file.relative_to(folder))}: a link into the destination"
+            for file in files
+            if file.is_file() and file.resolve().is_relative_to(destination)
+        ]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConversionFailed(
@@ -274,20 +286,25 @@ def _check_module(tensors: dict[str, Entry]) -> Iterator[str]:
         )
 
 
-def _find_others(folder: Path, shards: set[str], problems: list[str]) -> Iterator[str]:
-    """Files to copy, links followed; a link back up the tree is a problem, not a loop."""
-    special = shards | {INDEX_NAME, "config.json"}
+def _find_others(
+    folder: Path, shards: set[str], destination: Path | None, problems: list[str]
+) -> Iterator[str]:
+    """Files to copy, links followed; a link back up the tree is a problem, not a loop, and so is
+    one by which the destination would be copied into itself."""
+    special = shards | _REWRITTEN
 
     def walk(at: Path, above: frozenset[Path]) -> Iterator[str]:
         for entry in sorted(os.scandir(at), key=lambda entry: entry.name):
             path = at / entry.name
             name = str(path.relative_to(folder))
-            if entry.name in _NOT_COPIED or (at == folder and name in special):
+            if entry.name in NOT_COPIED or (at == folder and name in special):
                 continue
             if entry.is_dir():
                 below = path.resolve()
                 if below in above:
                     problems.append(f"{shown(name)}: a link to a folder that it lies in")
+                elif destination is not None and _meet(below, destination):
+                    problems.append(f"{shown(name)}: a link to the destination, in or around it")
                 else:
                     yield from walk(path, above | {below})
             elif entry.is_file():
@@ -300,3 +317,11 @@ def _find_others(folder: Path, shards: set[str], problems: list[str]) -> Iterato
                 problems.append(f"{shown(name)}: {kind}")
 
     yield from walk(folder, frozenset({folder}))
+
+
+def _meet(place: Path, destination: Path) -> bool:
+    """Whether one of two folders, both resolved, is the other or lies in it."""
+    if place.is_relative_to(destination) or destination.is_relative_to(place):
+        return True
+    # The same folder under another path, as mounts make it.
+    return destination.exists() and place.samefile(destination)

@@ -2,16 +2,20 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Proves a finished conversion against its manifest, its source and the library. Writes nothing."""
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.destination import Destination
-from vllm.entrypoints.kimi_k3.conversion.kept import judge
-from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, Manifest
+from vllm.entrypoints.kimi_k3.conversion.destination import Destination, digest_file, strangers
+from vllm.entrypoints.kimi_k3.conversion.fields import read_regular
+from vllm.entrypoints.kimi_k3.conversion.kept import judge, unlike
+from vllm.entrypoints.kimi_k3.conversion.kernel import check_device
+from vllm.entrypoints.kimi_k3.conversion.manifest import FileRecord, Manifest
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions, shown
-from vllm.entrypoints.kimi_k3.conversion.plan import Plan, fingerprint, make_plan
+from vllm.entrypoints.kimi_k3.conversion.plan import Plan, make_plan
 from vllm.entrypoints.kimi_k3.conversion.progress import Progress
 from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 
@@ -24,9 +28,10 @@ def verify_checkpoint(
 ) -> Manifest:
     """Prove a result.
 
-    Every file's SHA-256 is compared with the manifest's, those of the source's shards too. Every
-    module is converted again and compared byte for byte, and so is every tensor that was copied,
-    config.json and the index. One module of each shape in each shard goes through
+    Every field of the manifest is compared with the source, every file's SHA-256 with the
+    manifest's, those of the source's files too. Every module is converted again and compared byte
+    for byte, and so is every tensor that was copied, config.json and the index. Files that no
+    conversion wrote are named. One module of each shape in each shard goes through
     compressed-tensors' own decompression, where that is installed.
 
     Args:
@@ -52,7 +57,9 @@ def verify_checkpoint(
         include=manifest.include,
         exclude=manifest.exclude,
     )
-    plan = make_plan(source, chosen)
+    plan = make_plan(source, chosen, target.folder)
+    if not options.ray:
+        check_device(options.device)
     problems = _check_plan(plan, manifest) + _check_files(plan, target, manifest)
     names = [n for n in manifest.shards if n in plan.layouts]
     readable = []
@@ -97,38 +104,48 @@ def _explained(file: Path, manifest: Manifest, problems: list[str]) -> list[str]
 
 
 def _check_plan(plan: Plan, manifest: Manifest) -> list[str]:
-    """Shards that only one side has, and headers of the source that have changed."""
-    then, now = fingerprint(manifest)["shards"], plan.fingerprint()["shards"]
-    problems = []
-    for name in sorted(then.keys() | now.keys()):
-        if name not in then:
-            problems.append(f"{shown(name)}: in the source, and not in the manifest")
-        elif name not in now:
-            problems.append(f"{shown(name)}: in the manifest, and not in the source")
-        elif then[name] != now[name]:
-            problems.append(f"{shown(name)}: the source's header is another one than then")
+    """Shards that only one side has, and what the manifest says otherwise than the headers."""
+    problems = _only_one(manifest.shards, plan.layouts)
+    for name in plan.layouts:
+        if name in manifest.shards:
+            wrong = unlike(plan, name, manifest.shards[name])
+            problems += [f"{shown(name)}: {problem}" for problem in wrong]
     return problems
+
+
+def _only_one(then: Iterable[str], now: Iterable[str]) -> list[str]:
+    then, now = set(then), set(now)
+    return [
+        f"{shown(name)}: in the source, and not in the manifest"
+        if name in now
+        else f"{shown(name)}: in the manifest, and not in the source"
+        for name in sorted(then ^ now)
+    ]
 
 
 def _check_files(plan: Plan, target: Destination, manifest: Manifest) -> list[str]:
     """Everything beside the shards."""
-    problems = []
-    for name, record in manifest.files.items():
+    config = plan.config_text()
+    wanted = {name: digest_file(plan.source.folder / name) for name in plan.source.others}
+    wanted["config.json"] = FileRecord(len(config), sha256(config).hexdigest())
+    problems = _only_one(manifest.files, wanted)
+    for name, record in wanted.items():
+        if manifest.files.get(name, record) != record:
+            problems.append(f"{shown(name)}: the manifest has another size or SHA-256 of it")
         problem = judge(target.folder / name, record, {})
         if problem is not None:
             problems.append(f"{shown(name)}: {problem}")
-    texts = {"config.json": plan.config_text(), INDEX_NAME: plan.index_text()}
-    for name, text in texts.items():
-        file = target.folder / name
-        if not file.is_file():
-            problems.append(f"{name}: not there")
-        elif file.read_bytes() != text:
-            problems.append(f"{name}: not what the conversion of this source writes")
-    known = {*manifest.shards, *manifest.files, *texts, MANIFEST_NAME}
+    try:
+        if read_regular(target.folder / INDEX_NAME) != plan.index_text():
+            problems.append(f"{INDEX_NAME}: not what the conversion of this source writes")
+    except FileNotFoundError:
+        problems.append(f"{INDEX_NAME}: not there")
+    except ValueError as error:
+        problems.append(f"{INDEX_NAME}: {error}")
+    known = {*manifest.shards, *manifest.files, *plan.result_names}
     problems += [
-        f"{shown(file.name)}: not of this conversion"
-        for file in target.folder.iterdir()
-        if file.suffix == ".safetensors" and file.name not in known
+        f"{shown(name)}: not of this conversion; remove it"
+        for name in strangers(target.folder, known)
     ]
     if (target.folder / WORK_NAME).exists():
         problems.append(f"{WORK_NAME}: there, so a run is not finished")

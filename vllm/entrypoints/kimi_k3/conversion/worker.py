@@ -54,7 +54,8 @@ def run(job: Job, on_bytes: Callable[[int], None]) -> dict[str, Any]:
         else:
             found = {"problems": check_shard(job, report)}
     except OSError as error:
-        where = error.filename or job.name
+        # The temporary name says nothing to anybody.
+        where = job.name if error.filename in (None, job.partial) else error.filename
         return {"error": f"{where}: {error.strerror or error}", "errno": error.errno}
     except ValueError as error:
         return {"error": str(error)}

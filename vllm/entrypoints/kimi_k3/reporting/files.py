@@ -16,6 +16,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.headers import (
     HeaderError,
     read_full_header,
 )
+from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
 from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, Manifest
 from vllm.entrypoints.kimi_k3.conversion.source import GROUP, PACKED, SCALE, WORK_NAME
 from vllm.entrypoints.kimi_k3.rehearsal.index import shards
@@ -121,6 +122,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ReportError(
             folder, ["the conversion is not finished: run kimi-k3 convert with --resume first"]
         )
+    if (folder / MANIFEST_NAME).exists() and not (folder / INDEX_NAME).exists():
+        problem = (
+            f"{INDEX_NAME}: not there, so the conversion is not finished, or damaged: run "
+            "kimi-k3 convert with --resume first"
+        )
+        raise ReportError(folder, [problem])
     try:
         files = shards(folder)
     except (OSError, ValueError) as error:
@@ -145,17 +152,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not (folder / MANIFEST_NAME).exists():
         return None
     try:
-        found = Manifest.read(folder)
+        return Manifest.read(folder)
     except (OSError, ValueError) as error:
         raise ReportError(folder, [str(error)]) from error
-    tools = found.tools if isinstance(found.tools, dict) else {"": None}
-    records = found.shards.values()
-    texts = (found.source, found.scale_rule, *tools, *tools.values())
-    texts += tuple(record.source_header for record in records)
-    numbers = [part.bytes for record in records for part in (record.source, record.result)]
-    if not (all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)):
-        raise ReportError(folder, [f"{MANIFEST_NAME}: not a conversion's manifest"])
-    return found
 
 
 def find_matrices(result: Checkpoint, manifest: Manifest | None) -> list[Matrix]:
