@@ -87,6 +87,7 @@ def test_a_plan_in_json(source, tmp_path):
     ("arguments", "code", "message"),
     [
         (("{source}", "{source}"), 1, "that is the source"),
+        (("{source}", "{out}/" + "x" * 300), 1, "File name too long. Nothing was written"),
         (("{out}/nowhere", "{out}/x"), 1, "expected a checkpoint's folder, found none"),
         (("nobody/nothing", "{out}/x"), 1, "a model in the local hub cache, found neither"),
         (("{source}", "{out}/x", "--scale-rule=best"), 2, "best"),

@@ -150,6 +150,12 @@ def test_experts_of_another_format_are_not_judged(folder):
     check_checkpoint(folder, other, experts=False)
 
 
+def header(text: str, encoding: str = "utf-8") -> bytes:
+    """A shard of a header and no more."""
+    data = text.encode(encoding)
+    return struct.pack("<Q", len(data)) + data
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -171,8 +177,21 @@ def test_experts_of_another_format_are_not_judged(folder):
             "4 bytes are not U8",
         ),
         (struct.pack("<Q", 13) + b'{"a":1,"a":2}', "named twice: a"),
+        (header('{"a":{"dtype":"U8","shape":[1]}}'), "a: expected a dtype, a shape and data_of"),
+        (header('{"a":{"dtype":5,"shape":[],"data_offsets":[0,0]}}'), "a: expected a dtype"),
+        (header('{"a":{"dtype":"U8","shape":"ab","data_offsets":[0,0]}}'), "a: expected a dtype"),
+        (header('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0]}}'), "a: expected two data_of"),
+        (header('{"":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}'), "'': expected whole"),
+        (header('{"a":[]}'), r"a: expected an object, found \[\]"),
+        (header('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "no Unicode text"),
+        (header('{"a":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}}'), "data: a takes 4 to 5"),
+        (header("{}", "utf-16"), "no safetensors header: 'utf-8' codec"),
     ],
-    ids=["empty", "short", "huge", "list", "no entry", "gap", "size", "twice"],
+    ids=[
+        *("empty", "short", "huge", "list", "no entry", "gap", "size", "twice"),
+        *("no offsets", "dtype", "shape", "one offset", "no name", "no object"),
+        *("surrogate", "place", "utf-16"),
+    ],
 )
 def test_files_that_are_no_shards(tmp_path, content, message):
     (tmp_path / "x.safetensors").write_bytes(content)

@@ -20,7 +20,10 @@ from vllm.entrypoints.kimi_k3.conversion import (
     Manifest,
     convert_checkpoint,
     destination,
+    shard,
 )
+from vllm.entrypoints.kimi_k3.conversion.verify import verify_checkpoint
+from vllm.model_executor.layers.quantization.utils import mxfp4_int4
 from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
     ConvertedExperts,
     convert_experts,
@@ -287,3 +290,36 @@ def test_a_disk_that_is_full_at_the_end_is_told_too(source, result, tmp_path, mo
             convert_checkpoint(source, tmp_path / "out")
     convert_checkpoint(source, tmp_path / "out", ConvertOptions(resume=True))
     assert digests(tmp_path / "out") == digests(result)
+
+
+def test_a_place_is_counted_from_the_first_row_of_the_module(tmp_path, monkeypatch):
+    """And not from the piece of it that was in work."""
+    monkeypatch.setattr(shard, "PIECE", 32 * 4)
+    tensors = mxfp4("experts.1.w1", 16, 64)
+    tensors["experts.1.w1.weight_scale"][13, 1] = 255
+    source = write_checkpoint(tmp_path / "s", {"x.safetensors": tensors})
+    with pytest.raises(ConversionFailed) as failure:
+        convert_checkpoint(source, tmp_path / "d")
+    [problem] = failure.value.problems
+    assert problem.startswith("x.safetensors: experts.1.w1, row 13, group 1 ")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("yes", "VLLM_KIMI_K3_NATIVE: expected 0"), ("1", "no compiler")],
+)
+def test_compiled_code_that_cannot_be_had_is_told_before_anything_is_written(
+    source, result, tmp_path, monkeypatch, value, message
+):
+    def library():
+        raise mxfp4_int4.errors.NativeCodeError("no compiler")
+
+    monkeypatch.setenv("VLLM_KIMI_K3_NATIVE", value)
+    monkeypatch.setattr(mxfp4_int4.native, "library", library)
+    monkeypatch.setattr(mxfp4_int4.native._state, "library", None)
+    with pytest.raises(ConversionFailed, match=message) as failure:
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(workers=2))
+    assert failure.value.problems == []
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConversionFailed, match=message):
+        verify_checkpoint(source, result, ConvertOptions())

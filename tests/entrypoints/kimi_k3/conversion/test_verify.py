@@ -139,6 +139,17 @@ def test_every_field_of_a_shard_is_proven_or_made_anew(source, result, finished,
     assert digests(finished) == digests(result)
 
 
+def test_where_the_source_lies_does_not_matter_but_is_told(source, finished, tmp_path):
+    moved = shutil.copytree(source, tmp_path / "moved")
+    progress = Notes()
+    verify_checkpoint(moved, finished, ConvertOptions(), progress)
+    [note] = progress.notes
+    assert note.startswith(f"the manifest names {source} as its source; this proof is against")
+    edit(finished, lambda m: m.update(source=str(finished)))
+    [problem] = problems_of(source, finished)
+    assert problem.startswith("source: the manifest names the destination itself")
+
+
 def test_a_repaired_result_is_of_one_state_of_the_source(source, tmp_path):
     """One shard is missing in the result; the source of another has changed under its header."""
     copy = shutil.copytree(source, tmp_path / "copy")

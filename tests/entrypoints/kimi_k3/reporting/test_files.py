@@ -96,6 +96,12 @@ def test_sizes_are_held_to_the_manifest(int4_copy):
         prepare(int4_copy, Choice())
 
 
+def test_a_conversion_without_its_index_is_not_finished(int4_copy):
+    (int4_copy / INDEX_NAME).unlink()
+    with pytest.raises(ReportError, match=f"{INDEX_NAME}: not there, so the conversion is not fin"):
+        prepare(int4_copy, Choice())
+
+
 def test_other_checkpoints_are_refused(mxfp4, tmp_path):
     with pytest.raises(ReportError, match="nothing in int4: its experts are MXFP4"):
         prepare(mxfp4, Choice())

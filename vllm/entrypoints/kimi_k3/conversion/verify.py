@@ -61,6 +61,13 @@ def verify_checkpoint(
     if not options.ray:
         check_device(options.device)
     problems = _check_plan(plan, manifest) + _check_files(plan, target, manifest)
+    if Path(manifest.source).is_relative_to(target.folder):
+        problems.append("source: the manifest names the destination itself as its source")
+    elif manifest.source != str(plan.source.folder):
+        progress.note(
+            f"the manifest names {shown(manifest.source)} as its source; this proof is against "
+            f"{shown(plan.source.folder)}"
+        )
     names = [n for n in manifest.shards if n in plan.layouts]
     readable = []
     for name in names:
