@@ -209,12 +209,13 @@ def _print_done(
 
 def _print_plan(folder: Path, destination: Path, options: "ConvertOptions", as_json: bool) -> None:
     from vllm.entrypoints.kimi_k3.conversion.destination import Destination
+    from vllm.entrypoints.kimi_k3.conversion.options import resolved
     from vllm.entrypoints.kimi_k3.conversion.plan import make_plan
     from vllm.entrypoints.kimi_k3.conversion.run import worker_count
 
     target = Destination(destination)
+    target.check_apart(resolved(folder))
     plan = make_plan(folder, options, target.folder)
-    target.check_apart(plan.source.folder)
     target.check_entries(plan.result_names)
     workers = worker_count(options, len(plan.layouts), plan.source_bytes)
     found = plan.as_dict() | {

@@ -232,6 +232,34 @@ def test_without_resume_it_is_refused(source, request, which, message):
     assert digests(folder) == before
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"record": {}, "stamps": []}',
+        '{"record": {}, "stamps": {"a": null}}',
+        "[" * 100_000,
+    ],
+    ids=["empty", "list", "stamps", "stamp", "deep"],
+)
+def test_a_damaged_note_of_a_shard_counts_for_nothing(source, begun, result, text):
+    for note in (begun / ".kimi_k3_conversion").glob("*.shard.json"):
+        note.write_text(text)
+    progress = Notes()
+    convert_checkpoint(source, begun, RESUME, progress)
+    why = "what was noted down of it is damaged; it is converted again"
+    assert progress.notes == [f"{name}: {why}" for name in SHARDS[:2]]
+    assert digests(begun) == digests(result)
+
+
+@pytest.mark.parametrize("text", ['{"shards": 5}', "[" * 100_000], ids=["kinds", "deep"])
+def test_a_damaged_plan_counts_for_nothing(source, begun, result, text):
+    (begun / ".kimi_k3_conversion" / "plan.json").write_text(text)
+    convert_checkpoint(source, begun, RESUME)
+    assert digests(begun) == digests(result)
+
+
 def test_a_damaged_account_counts_for_nothing(source, begun, result):
     (begun / ".kimi_k3_conversion" / "plan.json").write_text('{"source": ')
     next((begun / ".kimi_k3_conversion").glob("*.shard.json")).write_text("[1, 2]")

@@ -320,6 +320,10 @@ class Destination:
         except (FileNotFoundError, ValueError):
             return None
 
+    def is_noted(self, name: str) -> bool:
+        """Whether `remember` has noted down a shard, legible or not."""
+        return (self.work / _record_name(name)).exists()
+
     def sweep(self) -> None:
         """Remove what is incomplete."""
         if self.work.is_dir():

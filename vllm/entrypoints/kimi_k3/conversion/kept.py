@@ -38,6 +38,8 @@ def prove_kept(plan: Plan, target: Destination, progress: Progress) -> dict[str,
         elif record is not None:
             by_manifest.add(name)
         else:
+            if target.is_noted(name):
+                drop(name, "what was noted down of it is damaged")
             continue
         wrong = next(unlike(plan, name, record), None)
         if wrong is None:

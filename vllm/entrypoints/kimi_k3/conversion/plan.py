@@ -183,8 +183,10 @@ def check_same(folder: Path, earlier: dict[str, Any], plan: Plan) -> None:
         if then == now:
             continue
         if isinstance(now, dict) and isinstance(then, dict):
-            shards = sorted(n for n in now.keys() | then.keys() if now.get(n) != then.get(n))
-            differ += [f"{shown(shard)}: another header in the source" for shard in shards]
+            for shard in sorted(n for n in now.keys() | then.keys() if now.get(n) != then.get(n)):
+                one = shard not in now or shard not in then
+                what = "only there " + ("then" if shard in then else "now")
+                differ.append(f"{shown(shard)}: {what if one else 'another header in the source'}")
         else:
             differ.append(f"{name}: {then!r} then, {now!r} now")
     if differ:

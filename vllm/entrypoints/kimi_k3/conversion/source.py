@@ -313,7 +313,7 @@ def _find_others(
                 yield name
             # Shards are judged by what the index and their headers say.
             elif at != folder or path.suffix != ".safetensors":
-                kind = "a link to nothing" if entry.is_symlink() else "no regular file"
+                kind = "no regular file" if path.exists() else "a link to nothing"
                 problems.append(f"{shown(name)}: {kind}")
 
     yield from walk(folder, frozenset({folder}))
