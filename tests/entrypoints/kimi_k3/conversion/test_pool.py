@@ -16,6 +16,7 @@ from vllm.entrypoints.kimi_k3.conversion import (
     convert_checkpoint,
     pool,
 )
+from vllm.entrypoints.kimi_k3.conversion.plan import make_plan
 from vllm.entrypoints.kimi_k3.conversion.progress import Progress
 
 SHARD = "model-00002-of-000004.safetensors"
@@ -70,3 +71,9 @@ def test_interrupted_workers_end_and_leave_nothing_incomplete(source, result, tm
     assert not list(Path(tmp_path / "out").rglob("*.partial"))
     convert_checkpoint(source, tmp_path / "out", ConvertOptions(resume=True))
     assert digests(tmp_path / "out") == digests(result)
+
+
+def test_an_error_names_the_shard_and_no_temporary_file(source, tmp_path):
+    plan = make_plan(source, ConvertOptions())
+    [outcome] = pool.run_here([plan.job(SHARD, tmp_path / "no" / "x.partial")], lambda count: None)
+    assert outcome.found["error"] == f"{SHARD}: No such file or directory"

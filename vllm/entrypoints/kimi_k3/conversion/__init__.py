@@ -3,7 +3,8 @@
 """MXFP4 checkpoints rewritten once, offline, as compressed-tensors int4 checkpoints.
 
 `source` reads and judges headers, `quantization` rewrites config.json, `layout` says what a result
-shard holds, `shard` writes one, `run` drives it all, and `manifest` is the record that stays. None
+shard holds, `shard` writes one, `run` drives it all, and `manifest` is the record that stays, read
+by `fields`. None
 of them imports torch before a shard is converted, and none imports the engine.
 """
 

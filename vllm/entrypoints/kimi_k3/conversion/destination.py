@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -27,7 +27,7 @@ from vllm.entrypoints.kimi_k3.conversion.manifest import (
     ShardRecord,
 )
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, resolved, shown
-from vllm.entrypoints.kimi_k3.conversion.source import NOT_COPIED, WORK_NAME
+from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 
 COPY_PIECE = 8 << 20
 _PLAN = "plan.json"
@@ -366,29 +366,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def strangers(folder: Path, names: Iterable[str]) -> Iterator[str]:
-    """What lies in a folder beside the named files, in order; links to folders are not followed.
-
-    What tools that fetch checkpoints leave behind is nobody's business, and of the hidden folder
-    others tell.
-    """
-    known = set(names)
-    folders = {str(above) for name in known for above in PurePosixPath(name).parents}
-
-    def walk(at: Path) -> Iterator[str]:
-        for entry in sorted(os.scandir(at), key=lambda entry: entry.name):
-            path = at / entry.name
-            name = str(path.relative_to(folder))
-            if entry.name in NOT_COPIED or name == WORK_NAME or name in known:
-                continue
-            if name in folders and entry.is_dir(follow_symlinks=False):
-                yield from walk(path)
-            else:
-                yield name
-
-    yield from walk(folder)
 
 
 def digest_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileRecord:

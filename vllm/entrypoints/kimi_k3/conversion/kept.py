@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Which shards of an earlier run stay: those that are proven, byte for byte, by their checksum."""
+"""Which shards of an earlier run stay: those that are proven, byte for byte, by their checksum. And
+what lies beside them that no run wrote."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp, digest_file
 from vllm.entrypoints.kimi_k3.conversion.manifest import FileRecord, ShardRecord
 from vllm.entrypoints.kimi_k3.conversion.options import shown
 from vllm.entrypoints.kimi_k3.conversion.plan import Plan
 from vllm.entrypoints.kimi_k3.conversion.progress import Progress
+from vllm.entrypoints.kimi_k3.conversion.source import NOT_COPIED, WORK_NAME
 
 _MOST_THREADS = 8
 
@@ -130,3 +132,26 @@ def judge(
         return f"{state}, expected {expected.bytes:,} bytes, found {size:,}"
     assert found is not None
     return f"damaged, expected SHA-256 {expected.sha256}, found {found.sha256}"
+
+
+def strangers(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """What lies in a folder beside the named files, in order; links to folders are not followed.
+
+    What tools that fetch checkpoints leave behind is nobody's business, and of the hidden folder
+    others tell.
+    """
+    known = set(names)
+    folders = {str(above) for name in known for above in PurePosixPath(name).parents}
+
+    def walk(at: Path) -> Iterator[str]:
+        for entry in sorted(os.scandir(at), key=lambda entry: entry.name):
+            path = at / entry.name
+            name = str(path.relative_to(folder))
+            if entry.name in NOT_COPIED or name == WORK_NAME or name in known:
+                continue
+            if name in folders and entry.is_dir(follow_symlinks=False):
+                yield from walk(path)
+            else:
+                yield name
+
+    yield from walk(folder)

@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp, strangers
-from vllm.entrypoints.kimi_k3.conversion.kept import prove_kept
+from vllm.entrypoints.kimi_k3.conversion.destination import Destination, Stamp
+from vllm.entrypoints.kimi_k3.conversion.kept import prove_kept, strangers
 from vllm.entrypoints.kimi_k3.conversion.kernel import check_device
 from vllm.entrypoints.kimi_k3.conversion.manifest import (
     MANIFEST_NAME,

@@ -9,9 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
-from vllm.entrypoints.kimi_k3.conversion.destination import Destination, digest_file, strangers
+from vllm.entrypoints.kimi_k3.conversion.destination import Destination, digest_file
 from vllm.entrypoints.kimi_k3.conversion.fields import read_regular
-from vllm.entrypoints.kimi_k3.conversion.kept import judge, unlike
+from vllm.entrypoints.kimi_k3.conversion.kept import judge, strangers, unlike
 from vllm.entrypoints.kimi_k3.conversion.kernel import check_device
 from vllm.entrypoints.kimi_k3.conversion.manifest import FileRecord, Manifest
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed, ConvertOptions, shown
