@@ -4,8 +4,8 @@
 
 `source` reads and judges headers, `quantization` rewrites config.json, `layout` says what a result
 shard holds, `shard` writes one, `run` drives it all, and `manifest` is the record that stays, read
-by `fields`. None
-of them imports torch before a shard is converted, and none imports the engine.
+by `fields`. None of them imports torch before a shard is converted, unless a GPU or compiled code
+is insisted on, and none imports the engine.
 """
 
 from vllm.entrypoints.kimi_k3.conversion.manifest import MANIFEST_NAME, Manifest
