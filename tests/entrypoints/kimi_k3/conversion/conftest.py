@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """One small checkpoint and its conversion, made once for all tests; none of them changes either."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,3 +36,9 @@ def result(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("conversion") / "result"
     convert_checkpoint(source, folder)
     return folder
+
+
+@pytest.fixture
+def finished(result, tmp_path) -> Path:
+    """A finished conversion that a test may damage."""
+    return shutil.copytree(result, tmp_path / "finished")

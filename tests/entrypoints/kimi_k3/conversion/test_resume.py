@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from files import digests
+from notes import Notes
 
 from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
@@ -23,26 +24,11 @@ from vllm.entrypoints.kimi_k3.conversion import (
     run,
 )
 from vllm.entrypoints.kimi_k3.conversion.destination import Destination
-from vllm.entrypoints.kimi_k3.conversion.progress import Progress
 from vllm.entrypoints.kimi_k3.conversion.verify import verify_checkpoint
 
 RESUME = ConvertOptions(resume=True)
 SHARDS = [f"model-{i:05d}-of-000004.safetensors" for i in range(1, 5)]
 KILLING = Path(__file__).parent / "support" / "killing.py"
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-@pytest.fixture
-def finished(result, tmp_path) -> Path:
-    """A finished conversion that a test may damage."""
-    return shutil.copytree(result, tmp_path / "finished")
 
 
 @pytest.fixture

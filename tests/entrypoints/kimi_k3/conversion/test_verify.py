@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from files import digests
+from notes import Notes
 
 from vllm.entrypoints.kimi_k3.conversion import (
     MANIFEST_NAME,
@@ -18,27 +19,12 @@ from vllm.entrypoints.kimi_k3.conversion import (
     ConvertOptions,
     convert_checkpoint,
 )
-from vllm.entrypoints.kimi_k3.conversion.progress import Progress
 from vllm.entrypoints.kimi_k3.conversion.verify import verify_checkpoint
 
 RESUME = ConvertOptions(resume=True)
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{i:05d}-of-000004.safetensors" for i in range(1, 5)]
 ONE = SHARDS[2]
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-@pytest.fixture
-def finished(result, tmp_path) -> Path:
-    """A finished conversion that a test may damage."""
-    return shutil.copytree(result, tmp_path / "finished")
 
 
 def edit(folder: Path, change: Callable[[dict], object]) -> None:
