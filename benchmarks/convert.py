@@ -6,7 +6,8 @@
     python benchmarks/convert.py --device cuda        # one Kimi-K3 layer of a TP8 rank
 
 Verifies every result before it times anything, runs the variants in turn within each round, and
-reports medians with the spread (quartiles). Bytes over time are the packed MXFP4 bytes. On a CPU
+reports medians with the spread (quartiles): each of a layer's two matrices alone, and one after the
+other as a load converts them. Bytes over time are the packed MXFP4 bytes. On a CPU
 both implementations are timed: compiled code ("mse", "absmax") where there is a compiler, and torch
 ("lookup ..."). The recipe writes AITER's layout, whatever the others write. Never a test: a result
 that differs ends the run with an error.
@@ -19,13 +20,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _package import load_mxfp4_int4
-from _result import machine, write
+from _result import machine, spread, write
 from recipe import convert_step_by_step
 
 load_mxfp4_int4()
@@ -188,61 +191,91 @@ def verify(
         same("recipe", (steps[0], fast.weight[few]), (steps[1], fast.scale[: len(steps[1])]))
 
 
-def run_shape(
-    name: str, shape: tuple[int, int, int], args: argparse.Namespace
-) -> dict[str, object]:
-    weight, scale = random_experts(shape, args.device, args.seed)
-    every = implementations(args.device)
-    verify(name, weight, scale, args.layout, every[""])
-    spare, clock = weight.clone(), Clock(args.device)
+@dataclass
+class Matrix:
+    """Packed experts, the scales, and as many bytes again to convert in place."""
 
-    def convert(work: Implementation, rule: str, in_place: bool) -> Callable[[], object]:
-        source = spare if in_place else weight
-        return lambda: _convert(source, scale, args.layout, rule, 8, in_place, False, work)
+    weight: torch.Tensor
+    scale: torch.Tensor
+    spare: torch.Tensor
 
-    variants: dict[str, Callable[[], object]] = {"copy": lambda: spare.copy_(weight)}
+    def restore(self) -> None:
+        self.spare.copy_(self.weight)
+
+
+def variants_of(
+    matrices: list[Matrix], every: dict[str, Implementation], layout: str
+) -> dict[str, Callable[[], object]]:
+    """What is timed, by name; each works on one matrix after another and keeps all results."""
+
+    def convert(work: Implementation, rule: str, in_place: bool) -> object:
+        return [
+            _convert(
+                m.spare if in_place else m.weight, m.scale, layout, rule, 8, in_place, False, work
+            )
+            for m in matrices
+        ]
+
+    variants: dict[str, Callable[[], object]] = {"copy": lambda: [m.restore() for m in matrices]}
     for prefix, work in every.items():
         for rule in ("mse", "absmax"):
-            variants[f"{prefix}{rule}"] = convert(work, rule, False)
-            if args.layout != "plain":
-                variants[f"{prefix}{rule} in place"] = convert(work, rule, True)
-    variants["recipe"] = lambda: convert_step_by_step(weight, scale)
+            variants[f"{prefix}{rule}"] = partial(convert, work, rule, False)
+            if layout != "plain":
+                variants[f"{prefix}{rule} in place"] = partial(convert, work, rule, True)
+    variants["recipe"] = lambda: [convert_step_by_step(m.weight, m.scale) for m in matrices]
+    return variants
+
+
+def run_case(name: str, matrices: list[Matrix], args: argparse.Namespace) -> dict[str, object]:
+    """Time every variant on one matrix, or on several one after another."""
+    clock = Clock(args.device)
+    variants = variants_of(matrices, implementations(args.device), args.layout)
     times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for index in range(args.rounds + 1):
         for variant, call in variants.items():
             if variant == "recipe" and index > args.recipe_rounds:
                 continue
-            if "in place" in variant:
-                spare.copy_(weight)
+            for matrix in matrices:
+                matrix.restore()
             taken = clock(call)
             if index:
                 times[variant].append(taken)
+    packed = sum(m.weight.numel() for m in matrices)
     rows = {}
-    copy = statistics.median(wall for wall, _ in times["copy"])
     for variant, call in variants.items():
-        spare.copy_(weight)
-        low, middle, high = statistics.quantiles([wall for wall, _ in times[variant]] * 2, n=4)
+        wall = spread([seconds for seconds, _ in times[variant]])
         rows[variant] = {
-            "seconds": middle,
-            "quartiles": [low, high],
+            "seconds": wall["median"],
+            "quartiles": [wall["low"], wall["high"]],
             "cpu_seconds": statistics.median(busy for _, busy in times[variant]),
-            "times_copy": middle / copy,
-            "gigabytes_per_second": weight.numel() / middle / 1e9,
+            "gigabytes_per_second": packed / wall["median"] / 1e9,
             "extra_bytes": peak_extra(call, args.device) if variant != "copy" else 0,
         }
-    new_scales = scale.numel() * 2
+    shapes = [[*m.weight.shape[:2], 2 * m.weight.shape[2]] for m in matrices]
+    scales = sum(2 * m.scale.numel() for m in matrices)
     print(
-        f"{name} {list(shape)}: {weight.numel() / 2**20:.0f} MiB, scales {new_scales / 2**20:.0f}"
+        f"{name} {', '.join(map(str, shapes))}: {packed / 2**20:.0f} MiB, scales "
+        f"{scales / 2**20:.0f}"
     )
+    copy, recipe = rows["copy"], rows["recipe"]
     for variant, row in rows.items():
+        row["times_copy"] = row["seconds"] / copy["seconds"]
         low, high = row["quartiles"]
-        print(
+        line = (
             f"  {variant:22} {row['seconds'] * 1e3:9.3f} ms ({low * 1e3:.3f}..{high * 1e3:.3f})  "
             f"{row['times_copy']:7.2f} x copy  {row['gigabytes_per_second']:8.3f} GB/s  "
-            f"extra {row['extra_bytes'] / 2**20:.0f} MiB"
-            + ("" if args.device == "cuda" else f"  CPU {row['cpu_seconds'] * 1e3:.1f} ms")
+            f"extra {row['extra_bytes'] / 2**20:.0f} MiB  "
         )
-    return {"shape": list(shape), "packed_bytes": weight.numel(), "variants": rows}
+        busy = row["cpu_seconds"]
+        if args.device == "cuda":
+            line += f"recipe / this {recipe['seconds'] / row['seconds']:6.1f}"
+        else:
+            line += (
+                f"CPU {busy * 1e3:.1f} ms, {packed / busy / 1e9:.3f} GB/s a core, "
+                f"recipe / this {recipe['cpu_seconds'] / busy:6.1f}"
+            )
+        print(line)
+    return {"shape": shapes, "packed_bytes": packed, "variants": rows}
 
 
 def main() -> None:
@@ -277,28 +310,16 @@ def main() -> None:
     print(json.dumps(where))
     results = {}
     for group in args.shapes:
-        total: dict[str, float] = {}
-        busy: dict[str, float] = {}
-        packed = 0
+        matrices = {}
         for name, (e, n, k) in SHAPES[group].items():
-            result = run_shape(f"{group} {name}", (min(e, experts or e), n, k), args)
-            results[f"{group} {name}"] = result
-            packed += result["packed_bytes"]  # type: ignore[operator]
-            for variant, row in result["variants"].items():  # type: ignore[attr-defined]
-                total[variant] = total.get(variant, 0.0) + row["seconds"]
-                busy[variant] = busy.get(variant, 0.0) + row["cpu_seconds"]
-        print(f"{group}, both together:")
-        for variant, seconds in total.items():
-            line = (
-                f"  {variant:22} {seconds * 1e3:9.3f} ms  {seconds / total['copy']:7.2f} x copy"
-                f"  recipe / this {total['recipe'] / seconds:6.1f}"
-            )
-            if busy[variant]:
-                line += (
-                    f"; CPU {busy[variant] * 1e3:8.1f} ms, {packed / busy[variant] / 1e9:6.3f} "
-                    f"GB/s a core, recipe / this {busy['recipe'] / busy[variant]:6.1f}"
-                )
-            print(line)
+            weight, scale = random_experts((min(e, experts or e), n, k), args.device, args.seed)
+            fastest = implementations(args.device)[""]
+            verify(f"{group} {name}", weight, scale, args.layout, fastest)
+            matrices[name] = Matrix(weight, scale, weight.clone())
+        for name, matrix in matrices.items():
+            results[f"{group} {name}"] = run_case(f"{group} {name}", [matrix], args)
+        both = f"{group} {' and '.join(matrices)}"
+        results[both] = run_case(both, list(matrices.values()), args)
     write(args.json, "convert", where, results)
 
 

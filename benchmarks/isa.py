@@ -78,7 +78,7 @@ class Report:
 
 def compile_for(target: str, layout: str, rows: int, groups: int, rule: str) -> Any:
     """The kernel as `convert_slab` launches it, in place where that is possible."""
-    span, tiles, warps, run = triton_kernel._spans(groups, layout)
+    span, tiles, warps = triton_kernel._spans(groups, layout)
     hip = TARGETS[target].backend == "hip"
     constants = {
         "per_expert": rows,
@@ -88,7 +88,6 @@ def compile_for(target: str, layout: str, rows: int, groups: int, rule: str) -> 
         "SPAN": span,
         "TILE": 32 * warps,
         "TILES": tiles,
-        "RUN": run,
         "IN_PLACE": triton_kernel.converts_in_place(layout, groups),
         "PERMUTE": (triton_bits.V_PERM if hip else triton_bits.PRMT).value,
     }

@@ -58,6 +58,7 @@ def test_aiter_value_by_value(shape, converted_by, scale_rule):
 
 @pytest.mark.parametrize("shape", ANY + AITER, ids=str)
 def test_pack_quantized_is_compressed_tensors_own(shape, converted_by, scale_rule):
+    pytest.importorskip("compressed_tensors")
     helpers = importlib.import_module("compressed_tensors.compressors.pack_quantized.helpers")
     e, n, k = shape
     weight, scale = random_experts(shape, seed=1)

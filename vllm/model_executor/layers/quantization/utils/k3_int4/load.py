@@ -86,6 +86,8 @@ def convert_layer(
             replace_parameter(layer, f"{name}_weight_scale", scale_data)
             del weight, scale, source, weight_data, scale_data
         if layer.w13_weight.is_cuda:
+            # The conversion may still be under way, and the time below is to be its own.
+            torch.accelerator.synchronize()
             # e8m0 scales leave holes that no later scale fits.
             torch.accelerator.empty_cache()
     return LayerRecord(

@@ -36,13 +36,14 @@ class Implementation:
     [E, N, G] into buffers of `layouts.weight_spec` and, int16, of `layouts.scale_shape`.
     in_place(layout, groups): may the output be the bytes of `weight`?
     guard(scale): where there is one, an int32 [1] on the device that is not 0 if a byte needs a
-    look; `convert(..., unless=guard)` then writes nothing, and there is no need to wait before it.
+    look, and a call that waits for its value. `convert(..., unless=...)` then writes nothing, so
+    that it need not wait for an answer.
     """
 
     convert: Callable[..., None]
     in_place: Callable[[str, int], bool]
     largest_byte: Callable[[torch.Tensor], int]
-    guard: Callable[[torch.Tensor], torch.Tensor] | None = None
+    guard: Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], int]]] | None = None
 
 
 NAIVE = Implementation(naive.convert_slab, lambda layout, groups: False, lookup.largest_byte)
@@ -128,32 +129,49 @@ def _convert(
     direct = not in_place or (is_aligned(weight) and work.in_place(layout, scale.shape[2]))
 
     stats = ConversionStats() if collect_stats else None
-    if weight.numel() == 0:
-        pass
-    elif direct and not collect_stats:
-        arguments = weight, scale, layout, scale_rule, out_weight, bits
-        unless = None if work.guard is None else work.guard(scale)
-        if unless is not None:
-            with _whole_or_condemned(scale, in_place):
-                work.convert(*arguments, unless=unless)
-        if unless is None or int(unless):
+    buffers = out_weight, bits
+    with torch.cuda.device_of(weight):  # a kernel of Triton's runs on the current device
+        if weight.numel() == 0:
+            pass
+        elif direct and not collect_stats:
+            _convert_whole(weight, scale, layout, scale_rule, buffers, in_place, work)
+        else:
             check_values(weight, scale, work.largest_byte)
             with _whole_or_condemned(scale, in_place):
-                work.convert(*arguments)
-    else:
-        check_values(weight, scale, work.largest_byte)
-        with _whole_or_condemned(scale, in_place):
-            for experts, rows in slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
-                source, source_scale = weight[experts, rows], scale[experts, rows]
-                slab = (source.shape[0], source.shape[1], shape[2])
-                new = torch.empty(weight_spec(layout, slab)[0], dtype=dtype, device=weight.device)
-                places = scale_part(bits, layout, experts, rows)
-                work.convert(source, source_scale, layout, scale_rule, new, places)
-                if stats is not None:
-                    stats = stats.merge(measure(source, source_scale, layout, new, places))
-                out_weight[experts, rows].copy_(new)
+                for experts, rows in slabs(shape, chunk_experts, SLAB_BYTES[weight.device.type]):
+                    source, source_scale = weight[experts, rows], scale[experts, rows]
+                    slab = (source.shape[0], source.shape[1], shape[2])
+                    new = weight.new_empty(weight_spec(layout, slab)[0], dtype=dtype)
+                    places = scale_part(bits, layout, experts, rows)
+                    work.convert(source, source_scale, layout, scale_rule, new, places)
+                    if stats is not None:
+                        stats = stats.merge(measure(source, source_scale, layout, new, places))
+                    out_weight[experts, rows].copy_(new)
     result = bits.view(torch.bfloat16)
     return ConvertedExperts(out_weight, result.view(-1) if layout == "aiter" else result, stats)
+
+
+def _convert_whole(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    layout: str,
+    scale_rule: str,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    in_place: bool,
+    work: Implementation,
+) -> None:
+    """All in one call. With a guard the device is given its work before the values are known to be
+    sound, and the host waits for the guard alone."""
+    held = 1
+    if work.guard is not None:
+        unless, wait = work.guard(scale)
+        with _whole_or_condemned(scale, in_place):
+            work.convert(weight, scale, layout, scale_rule, *buffers, unless=unless)
+        held = wait()
+    if held:
+        check_values(weight, scale, work.largest_byte)
+        with _whole_or_condemned(scale, in_place):
+            work.convert(weight, scale, layout, scale_rule, *buffers)
 
 
 @contextmanager

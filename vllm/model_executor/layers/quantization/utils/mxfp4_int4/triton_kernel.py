@@ -6,6 +6,7 @@ Reads packed e2m1 and e8m0 bytes, chooses the scale and writes codes and scales 
 layout; nothing in between goes through memory. Decides exactly as `naive` does, in integers.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -163,14 +164,6 @@ def _convert_group(table, low, high, byte, MSE: tl.constexpr, PERMUTE: tl.conste
 
 
 @triton.jit
-def _lane_place(lane, LAYOUT: tl.constexpr, RUN: tl.constexpr):
-    """Which of a program's groups a lane works on. "aiter": 16 * column + row."""
-    if LAYOUT == AITER:
-        return (lane // (ROWS * RUN) * RUN + lane % RUN) * ROWS + lane // RUN % ROWS
-    return lane
-
-
-@triton.jit
 def _convert_kernel(
     weight,  # int64, two a group
     scale,  # uint8, one a group
@@ -186,13 +179,12 @@ def _convert_kernel(
     SPAN: tl.constexpr,  # groups a program
     TILE: tl.constexpr,  # groups worked on at a time
     TILES: tl.constexpr,
-    RUN: tl.constexpr,  # groups of a row that lie in neighbouring lanes
     IN_PLACE: tl.constexpr,
     PERMUTE: tl.constexpr,  # which GPU's instruction, see `triton_bits`
 ):
-    """One group a lane. "aiter": lanes run along RUN groups of a row, then down the 16 rows, so
-    that reads (16 bytes a lane along a row) and writes (8 bytes a lane down the rows) both come in
-    runs of whole sectors; a program writes one run of SPAN * 16 bytes. Else lanes run along K.
+    """One group a lane. "aiter": lanes run down the 16 rows, then along K, so that a warp writes
+    whole lines and reads two groups of each row, a whole sector (a wave of 64 lanes: four); a
+    program writes one run of SPAN * 16 bytes. Else lanes run along K.
 
     A program reads all its groups before it writes any. In place, SPAN is whole blocks of 16 rows,
     so that no program writes what another one reads.
@@ -210,7 +202,7 @@ def _convert_kernel(
     ahead = (start - first).to(tl.int32)
     sources = ()
     for tile in tl.static_range(TILES):
-        place = _lane_place(tile * TILE + tl.arange(0, TILE), LAYOUT, RUN)
+        place = tile * TILE + tl.arange(0, TILE)
         mask = (place < SPAN) & (start + place < total)
         if LAYOUT == AITER:
             column = (ahead + place) // ROWS
@@ -235,7 +227,7 @@ def _convert_kernel(
     if IN_PLACE:
         tl.debug_barrier()
     for tile in tl.static_range(TILES):
-        place = _lane_place(tile * TILE + tl.arange(0, TILE), LAYOUT, RUN)
+        place = tile * TILE + tl.arange(0, TILE)
         mask = (place < SPAN) & (start + place < total)
         a0, b0, a1, b1, a2, b2, a3, b3, bits = _convert_group(
             table, sources[3 * tile + 1], sources[3 * tile + 2], sources[3 * tile], MSE, PERMUTE
@@ -282,12 +274,12 @@ def _no_guard(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def guard(scale: torch.Tensor) -> torch.Tensor:
+def _largest(scale: torch.Tensor) -> torch.Tensor:
     """int32 [1] on the device: the largest byte of a uint8 tensor if it is one that overflows or is
     NaN, else 0. Does not wait for the device."""
     scale = aligned(scale)
     result = torch.zeros(1, dtype=torch.int32, device=scale.device)
-    grid = (triton.cdiv(scale.numel(), 16384),)
+    grid = (-(-scale.numel() // 16384),)
     _largest_kernel[grid](
         scale, result, scale.numel(), BLOCK=16384, FLOOR=min(OVERFLOW), num_warps=8
     )
@@ -295,20 +287,35 @@ def guard(scale: torch.Tensor) -> torch.Tensor:
 
 
 def largest_byte(scale: torch.Tensor) -> int:
-    """`guard`, waited for."""
-    return int(guard(scale))
+    """The largest byte if it is one that overflows or is NaN, else 0."""
+    return int(_largest(scale))
+
+
+def guard(scale: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
+    """`largest_byte` as an int32 [1] on the device, and a call that waits for it, but for nothing
+    that the device is given after this."""
+    largest = _largest(scale)
+    ready = torch.cuda.Event()
+    ready.record()
+
+    def wait() -> int:
+        with torch.cuda.stream(aside := torch.cuda.Stream(largest.device)):
+            aside.wait_event(ready)
+            return int(largest)
+
+    return largest, wait
 
 
 @lru_cache(maxsize=64)
-def _spans(groups: int, layout: str) -> tuple[int, int, int, int]:
-    """SPAN, TILES, warps and RUN of a launch.
+def _spans(groups: int, layout: str) -> tuple[int, int, int]:
+    """SPAN, TILES and warps of a launch.
 
     "aiter": whole blocks of 16 rows, about a thousand groups, in the tiles that leave the fewest
     lanes idle. Rows too long for that, and the other layouts: four tiles wherever they end.
     """
     block = 16 * groups
     if layout != "aiter" or block > HELD_GROUPS:
-        return 4 * 32 * WARPS, 4, WARPS, 4
+        return 4 * 32 * WARPS, 4, WARPS
     choices = []
     for span in range(block, max(block, 1024) + 1, block):
         for warps in (1, 2, 4, 8, 16):
@@ -317,8 +324,7 @@ def _spans(groups: int, layout: str) -> tuple[int, int, int, int]:
                 idle = tiles * 32 * warps - span
                 choices.append((64 * idle // span, abs(tiles - 4), span, tiles, warps))
     *_, span, tiles, warps = min(choices)
-    run = max(run for run in (1, 2, 4, 8) if span // 16 % run == 0)
-    return span, tiles, warps, run
+    return span, tiles, warps
 
 
 def _permute(device: torch.device) -> int:
@@ -348,8 +354,8 @@ def convert_slab(
     e, n, g = scale.shape
     weight, scale = aligned(weight), aligned(scale)
     target, bits = out_weight.contiguous(), out_scale.contiguous()
-    span, tiles, warps, run = _spans(g, layout)
-    _convert_kernel[(triton.cdiv(e * n * g, span),)](
+    span, tiles, warps = _spans(g, layout)
+    _convert_kernel[(-(-e * n * g // span),)](
         weight.view(torch.int64),
         scale,
         tables(scale_rule, layout, weight.device),
@@ -364,7 +370,6 @@ def convert_slab(
         SPAN=span,
         TILE=32 * warps,
         TILES=tiles,
-        RUN=run,
         IN_PLACE=target.data_ptr() == weight.data_ptr(),
         PERMUTE=_permute(weight.device),
         num_warps=warps,

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ class InterpretedKernel:
     def largest_byte(self, scale: torch.Tensor) -> int:
         return self._ask("largest", scale.numpy())
 
-    def guard(self, scale: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([self.largest_byte(scale)], dtype=torch.int32)
+    def guard(self, scale: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
+        largest = torch.tensor([self.largest_byte(scale)], dtype=torch.int32)
+        return largest, lambda: int(largest)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -78,12 +80,12 @@ class InterpretedKernel:
         self._process.wait(timeout=20)
 
 
-def wide_spans(groups: int, layout: str) -> tuple[int, int, int, int]:
-    """SPAN, TILES, warps and RUN: whole blocks of rows in one tile."""
+def wide_spans(groups: int, layout: str) -> tuple[int, int, int]:
+    """SPAN, TILES and warps: whole blocks of rows in one tile."""
     block = 16 * groups if layout == "aiter" else 512
     span = block * max(1, 4096 // block)
     tile = 1 << (span - 1).bit_length()
-    return span, 1, tile // 32, max(run for run in (1, 2, 4, 8) if span // 16 % run == 0)
+    return span, 1, tile // 32
 
 
 def serve(permute: str) -> None:
