@@ -38,7 +38,8 @@ def bars(axes: Axes, rows: list[tuple[str, float, float, float, bool]], unit: st
     axes.set_xlabel(unit)
     most = max(row[3] for row in rows)
     for place, row in zip(places, rows, strict=True):
-        axes.text(row[3] + most * 0.015, place, f"{row[1]:.3g}", va="center")
+        text = f"{row[1]:,.0f}" if row[1] >= 100 else f"{row[1]:.3g}"
+        axes.text(row[3] + most * 0.015, place, text, va="center")
     axes.set_xlim(0, most * 1.12)
 
 
@@ -53,7 +54,18 @@ def convert(found: dict[str, Any], figure: Figure) -> None:
             rates = [one["packed_bytes"] / s / 1e9 for s in (row["seconds"], high, low)]
             rows.append((variant, *rates, variant not in ("copy", "recipe")))
         bars(axes, rows, "GB/s of packed MXFP4")
-        axes.set_title(f"{name} {one['shape']}", loc="left")
+        axes.set_title(f"{name} {', '.join(map(str, one['shape']))}", loc="left")
+
+
+def convert_layers(found: dict[str, Any], figure: Figure) -> None:
+    """Milliseconds a layer of many in a row."""
+    rows = [
+        (variant, *(1e3 * one[k] for k in ("median", "low", "high")), variant != "copy")
+        for variant, one in found["results"].items()
+    ]
+    axes = figure.subplots()
+    bars(axes, rows, "milliseconds a layer")
+    axes.set_title("Layers one after another", loc="left")
 
 
 def load(found: dict[str, Any], figure: Figure) -> None:
@@ -93,6 +105,7 @@ def serve_cpu(found: dict[str, Any], figure: Figure) -> None:
 
 KINDS: dict[str, tuple[Callable[[dict[str, Any], Figure], None], Callable[[Any], float]]] = {
     "convert": (convert, lambda results: 0.4 + 2.2 * len(results)),
+    "convert_layers": (convert_layers, lambda results: 1.7),
     "load": (load, lambda results: 1.9),
     "kda_cpu": (kda_cpu, lambda results: 0.9 + 0.5 * len(results)),
     "serve_cpu": (serve_cpu, lambda results: 1.6),

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import isa  # noqa: E402
 
 # Vector instructions for a group of 32 codes: the kernel is as fast as these are few.
-MOST = {"mse": 340, "absmax": 150}
+MOST = {"mse": 335, "absmax": 150}
 
 
 def report(target: str, kernel: tuple[str, int, int, str]) -> isa.Report:
@@ -31,7 +31,7 @@ def test_registers_and_instructions(target, kernel):
     assert found.spills == 0
     assert found.shared == 0
     # So many hide what a wait for memory costs: each has all its reads under way at once.
-    assert found.waves >= 5
+    assert found.waves >= 6
     assert found.per_group <= MOST[kernel[3]]
 
 
