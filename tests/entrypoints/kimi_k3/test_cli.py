@@ -3,6 +3,7 @@
 """Help fits the terminal and hides nothing; completion works in bash and zsh."""
 
 import subprocess
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -24,6 +25,12 @@ def test_every_command_is_there():
         "report",
         "status",
     ]
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"kimi-k3 {version('vllm-kimi-k3')}\n"
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -152,9 +152,10 @@ def test_on_a_terminal_there_is_a_bar(source, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=lambda stop: stop.name)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_is_one_line_and_can_be_resumed(tmp_path, workers):
-    """As a terminal does it: the signal goes to the whole group of processes."""
+def test_a_stop_is_one_line_and_can_be_resumed(tmp_path, workers, stop):
+    """As a terminal or a batch system does it: the signal goes to the whole group of processes."""
     spec = replace(PRESETS["tiny"], layers=4, experts=64, vision=None)
     write_checkpoint(tmp_path / "source", spec, shards=40)
     out = tmp_path / "out"
@@ -169,9 +170,9 @@ def test_ctrl_c_is_one_line_and_can_be_resumed(tmp_path, workers):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, stop)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + stop, errors
     lines = [line for line in errors.splitlines() if not re.match(r"\d+ of 40: ", line)]
     assert lines == ["interrupted; finished shards are kept, --resume goes on"]
     assert not list(out.rglob("*.partial"))

@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """Gathers the subcommands of `kimi-k3`. Imports no torch and uses no vLLM; a subcommand may."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from vllm.entrypoints.kimi_k3.convert import convert
@@ -31,9 +34,22 @@ app.command("report")(report)
 app.command("status")(status)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kimi-k3 {version('vllm-kimi-k3')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _group() -> None:
-    # With a callback typer keeps subcommands even while there is only one.
+def _group(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the overlay's version."
+        ),
+    ] = False,
+) -> None:
+    # Its option is dealt with before any subcommand.
     pass
 
 

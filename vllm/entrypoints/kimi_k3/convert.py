@@ -7,12 +7,16 @@ Parses and prints; the package `conversion` does the work. torch is imported by 
 
 import json
 import re
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -90,7 +94,7 @@ def convert(
     header is checked before anything is written. A run that was stopped, in whatever way, goes on
     with --resume.
 
-    Exit code 1 when it cannot be done or verified, 130 after Ctrl-C.
+    Exit code 1 when it cannot be done or verified, 130 after Ctrl-C, 143 after SIGTERM.
     """
     from vllm.entrypoints.kimi_k3.conversion import ConversionFailed, ConvertOptions
 
@@ -113,10 +117,12 @@ def convert(
         if dry_run:
             _print_plan(folder, destination, options, as_json)
             return
-        manifest, done = _work(folder, destination, options)
-    except KeyboardInterrupt:
+        with _sigterm_interrupts():
+            manifest, done = _work(folder, destination, options)
+    except KeyboardInterrupt as stop:
+        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
         print("interrupted; finished shards are kept, --resume goes on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + number) from None
     except ConversionFailed as error:
         _fail(str(error), error.problems, as_json)
     except OSError as error:
@@ -124,6 +130,24 @@ def convert(
         then = "run it again" if dry_run or (verify and not resume) else "--resume goes on"
         _fail(f"{where}{error.strerror or error}. Once that is mended, {then}", [], as_json)
     _print_done(destination, manifest, done, time.monotonic() - started, as_json)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, with which batch systems and service managers stop a process."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the work as Ctrl-C does, so that nothing incomplete is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def find_source(text: str) -> Path:

@@ -14,6 +14,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
 from vllm.entrypoints.kimi_k3.checkpoint.shards import INDEX_NAME
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat
 from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 from vllm.entrypoints.kimi_k3.diagnosis.checkpoint import Model, NoSuchModelError, locate, look
 from vllm.entrypoints.kimi_k3.diagnosis.experts import Format
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Level
@@ -36,6 +37,13 @@ def test_unquantized_checkpoint(tmp_path):
     spec = replace(PRESETS["tiny"], layers=2, vision=None, expert_format=ExpertFormat.BF16)
     write_checkpoint(tmp_path / "k3", spec, shards=1)
     assert seen(tmp_path / "k3") == (Format.PLAIN, {})
+
+
+def test_an_unfinished_conversion_is_named(int4_copy):
+    (int4_copy / WORK_NAME).mkdir()
+    stored, problems = seen(int4_copy)
+    assert stored is None
+    assert f"kimi-k3 convert SRC {int4_copy} --resume" in problems["files"]
 
 
 @pytest.mark.parametrize("kind", ["mxfp4_copy", "int4_copy"])

@@ -16,6 +16,7 @@ from vllm.entrypoints.kimi_k3.checkpoint.check import CheckpointError, check_che
 from vllm.entrypoints.kimi_k3.checkpoint.headers import Entry, HeaderError, read_header
 from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat, ModelSpec
 from vllm.entrypoints.kimi_k3.checkpoint.tensors import Role, checkpoint_tensors
+from vllm.entrypoints.kimi_k3.conversion.source import WORK_NAME
 from vllm.entrypoints.kimi_k3.diagnosis.experts import Format, declared
 from vllm.entrypoints.kimi_k3.diagnosis.findings import Finding, Level
 from vllm.entrypoints.kimi_k3.rehearsal.config import read_config
@@ -83,6 +84,12 @@ def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Findi
         text = (
             "neither a folder nor in the local cache of the hub; `vllm serve` would fetch it. "
             f"Fetch it first: hf download {model.name}"
+        )
+        return None, None, [Finding(AREA, "files", Level.PROBLEM, text)]
+    if (model.folder / WORK_NAME).exists():
+        text = (
+            f"the conversion into {model.folder} is not finished; the command that began it goes "
+            f"on with --resume: kimi-k3 convert SRC {model.folder} --resume"
         )
         return None, None, [Finding(AREA, "files", Level.PROBLEM, text)]
     try:
