@@ -78,7 +78,8 @@ class Report:
 
 def compile_for(target: str, layout: str, rows: int, groups: int, rule: str) -> Any:
     """The kernel as `convert_slab` launches it, in place where that is possible."""
-    span, tiles, warps = triton_kernel._spans(groups, layout)
+    lanes = TARGETS[target].warp_size
+    span, tiles, warps = triton_kernel._spans(groups, layout, lanes)
     hip = TARGETS[target].backend == "hip"
     constants = {
         "per_expert": rows,
@@ -86,7 +87,7 @@ def compile_for(target: str, layout: str, rows: int, groups: int, rule: str) -> 
         "LAYOUT": triton_kernel._LAYOUT_CODES[layout],
         "MSE": rule == "mse",
         "SPAN": span,
-        "TILE": 32 * warps,
+        "TILE": lanes * warps,
         "TILES": tiles,
         "IN_PLACE": triton_kernel.converts_in_place(layout, groups),
         "PERMUTE": (triton_bits.V_PERM if hip else triton_bits.PRMT).value,
@@ -115,7 +116,7 @@ def report(target: str, kernel: tuple[str, int, int, str]) -> Report:
         FileNotFoundError: this Triton carries none of NVIDIA's tools (a ROCm image's).
     """
     compiled = compile_for(target, *kernel)
-    tiles = triton_kernel._spans(kernel[2], kernel[0])[1]
+    tiles = triton_kernel._spans(kernel[2], kernel[0], TARGETS[target].warp_size)[1]
     if TARGETS[target].backend == "hip":
         return _amd_report(compiled.asm["amdgcn"], tiles)
     return _nvidia_report(compiled.asm["cubin"], tiles, compiled.metadata.shared)

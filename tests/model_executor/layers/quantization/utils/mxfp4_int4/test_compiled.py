@@ -35,12 +35,31 @@ def test_registers_and_instructions(target, kernel):
     assert found.per_group <= MOST[kernel[3]]
 
 
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_launches_of_every_row(lanes):
+    """Whole blocks of 16 rows, no more of them than registers hold, and few idle lanes: none for
+    the groups a row of Kimi-K3 has."""
+    for groups in range(2, isa.triton_kernel.HELD_GROUPS // 16 + 1, 2):
+        span, tiles, warps = isa.triton_kernel._spans(groups, "aiter", lanes)
+        assert span % (16 * groups) == 0
+        assert 1 <= tiles <= 8
+        assert 1 <= warps <= 16
+        idle = tiles * lanes * warps - span
+        assert 0 <= idle < span / 4, groups
+        if groups in (4, 6, 12, 24, 48, 96, 112):
+            assert idle == 0, groups
+
+
 @pytest.mark.parametrize("rule", ["mse", "absmax"])
 @pytest.mark.parametrize("target", isa.TARGETS)
 def test_counts_and_permutations_are_instructions_and_accesses_are_wide(target, rule):
     """A group is read in 16 bytes (AMD: twice 8) and written in twice 8, its scale in 1 and 2."""
     compiled = isa.compile_for(target, "aiter", 768, 112, rule)
-    tiles = isa.triton_kernel._spans(112, "aiter")[1]
+    lanes = isa.TARGETS[target].warp_size
+    span, tiles, warps = isa.triton_kernel._spans(112, "aiter", lanes)
+    # One group a lane: of a smaller tile Triton gives the same group to several.
+    assert f"end = {lanes * warps} : i32" in compiled.asm["ttgir"]
+    assert tiles * lanes * warps == span
     found = report(target, ("aiter", 768, 112, rule))
     assert found.stores == {2: tiles, 8: 2 * tiles}
     assert found.loads[1] == tiles

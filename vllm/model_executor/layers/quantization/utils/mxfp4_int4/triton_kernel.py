@@ -38,7 +38,7 @@ _BELOW, _MORE = (tl.constexpr(i) for i in (1, 2))
 AITER, PACK_QUANTIZED, PLAIN = (tl.constexpr(i) for i in range(3))
 _LAYOUT_CODES = {"aiter": 0, "pack_quantized": 1, "plain": 2}
 ROWS = tl.constexpr(16)  # of an "aiter" block
-WARPS = 4
+TILE = 128  # groups worked on at a time where nothing else decides
 # A program holds whole blocks of 16 rows in registers, at most this many groups.
 HELD_GROUPS = 4096
 
@@ -307,31 +307,35 @@ def guard(scale: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
 
 
 @lru_cache(maxsize=64)
-def _spans(groups: int, layout: str) -> tuple[int, int, int]:
-    """SPAN, TILES and warps of a launch.
+def _spans(groups: int, layout: str, lanes: int) -> tuple[int, int, int]:
+    """SPAN, TILES and warps of a launch, for warps of so many lanes.
 
     "aiter": whole blocks of 16 rows, about a thousand groups, in the tiles that leave the fewest
-    lanes idle. Rows too long for that, and the other layouts: four tiles wherever they end.
+    lanes idle; of these, tiles of at most 256. Rows too long for that, and the other layouts: four
+    tiles wherever they end.
     """
     block = 16 * groups
     if layout != "aiter" or block > HELD_GROUPS:
-        return 4 * 32 * WARPS, 4, WARPS
+        return 4 * TILE, 4, TILE // lanes
     choices = []
     for span in range(block, max(block, 1024) + 1, block):
-        for warps in (1, 2, 4, 8, 16):
-            tiles = triton.cdiv(span, 32 * warps)
-            if tiles <= 8:
-                idle = tiles * 32 * warps - span
-                choices.append((64 * idle // span, abs(tiles - 4), span, tiles, warps))
+        for tile in (32, 64, 128, 256, 512):
+            tiles = -(-span // tile)
+            if tiles <= 8 and tile >= lanes:
+                idle = 64 * (tiles * tile - span) // span
+                choices.append((idle, tile > 256, abs(tiles - 4), span, tiles, tile // lanes))
     *_, span, tiles, warps = min(choices)
     return span, tiles, warps
 
 
-def _permute(device: torch.device) -> int:
-    """How the GPU at hand permutes bytes; on the CPU Triton interprets, which knows no assembly."""
+@lru_cache(maxsize=16)
+def _target(device: torch.device) -> tuple[int, int]:
+    """How the GPU at hand permutes bytes, and the lanes of its warps (AMD: waves). On the CPU
+    Triton interprets, which knows no assembly."""
     if device.type == "cpu":
-        return SPELLED.value
-    return PRMT.value if torch.version.hip is None else V_PERM.value
+        return SPELLED.value, 32
+    permute = PRMT if torch.version.hip is None else V_PERM
+    return permute.value, torch.cuda.get_device_properties(device).warp_size
 
 
 def converts_in_place(layout: str, groups: int) -> bool:
@@ -354,7 +358,8 @@ def convert_slab(
     e, n, g = scale.shape
     weight, scale = aligned(weight), aligned(scale)
     target, bits = out_weight.contiguous(), out_scale.contiguous()
-    span, tiles, warps = _spans(g, layout)
+    permute, lanes = _target(weight.device)
+    span, tiles, warps = _spans(g, layout, lanes)
     _convert_kernel[(-(-e * n * g // span),)](
         weight.view(torch.int64),
         scale,
@@ -368,10 +373,10 @@ def convert_slab(
         LAYOUT=_LAYOUT_CODES[layout],
         MSE=scale_rule == "mse",
         SPAN=span,
-        TILE=32 * warps,
+        TILE=lanes * warps,
         TILES=tiles,
         IN_PLACE=target.data_ptr() == weight.data_ptr(),
-        PERMUTE=_permute(weight.device),
+        PERMUTE=permute,
         num_warps=warps,
     )
     for buffer, written in ((out_weight, target), (out_scale, bits)):

@@ -80,12 +80,12 @@ class InterpretedKernel:
         self._process.wait(timeout=20)
 
 
-def wide_spans(groups: int, layout: str) -> tuple[int, int, int]:
+def wide_spans(groups: int, layout: str, lanes: int) -> tuple[int, int, int]:
     """SPAN, TILES and warps: whole blocks of rows in one tile."""
     block = 16 * groups if layout == "aiter" else 512
     span = block * max(1, 4096 // block)
     tile = 1 << (span - 1).bit_length()
-    return span, 1, tile // 32
+    return span, 1, tile // lanes
 
 
 def serve(permute: str) -> None:
@@ -94,7 +94,8 @@ def serve(permute: str) -> None:
     from mxfp4_int4 import triton_bits, triton_kernel
 
     triton_bits._prmt, triton_bits._v_perm = instructions.prmt, instructions.v_perm
-    triton_kernel._permute = lambda device: getattr(triton_bits, permute).value
+    target = getattr(triton_bits, permute).value, 64 if permute == "V_PERM" else 32
+    triton_kernel._target = lambda device: target
     real_spans = triton_kernel._spans
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints must not reach the channel
