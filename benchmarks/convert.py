@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _options import device, json_file, positive
 from _package import load_mxfp4_int4
 from _result import machine, spread, write
 from recipe import convert_step_by_step
@@ -282,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", type=device, metavar="cpu|cuda", default="cpu")
     parser.add_argument("--layout", choices=LAYOUTS, default="aiter")
     parser.add_argument(
         "--shapes",
@@ -293,13 +294,13 @@ def main() -> None:
         help=f"of {', '.join(SHAPES)}",
     )
     parser.add_argument(
-        "--experts", type=int, help="fewer experts than the shape's (CPU default: 16)"
+        "--experts", type=positive, help="fewer experts than the shape's (CPU default: 16)"
     )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--recipe-rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--recipe-rounds", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, help="CPU threads (torch's default otherwise)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -3,7 +3,7 @@
 """How long the experts of a whole model take: layers of full size, one after another, in place.
 
     python benchmarks/convert_layers.py --device cuda               # eight layers of a TP8 rank
-    python benchmarks/convert_layers.py --layers 2 --experts 16     # CPU
+    python benchmarks/convert_layers.py                             # CPU, fewer experts
 
 Each layer has its own weights, as in a load, and each call checks its input as always. Verifies
 every layer first, against the conversion that is not in place; `convert.py` holds that one to the
@@ -15,9 +15,9 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
+from _options import device, json_file, positive
 from _package import load_mxfp4_int4
 from _result import machine, spread, write
 from convert import SHAPES, Clock, random_experts
@@ -65,19 +65,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", type=device, metavar="cpu|cuda", default="cpu")
     parser.add_argument("--shapes", choices=SHAPES, default="tp8")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, help="fewer experts than the shape's")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--experts", type=positive, help="fewer than the shape's (CPU default: 16)")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     args = parser.parse_args()
     where = machine(torch.get_num_threads())
     if args.device == "cuda":
         where["device"] = torch.cuda.get_device_name()
     print(json.dumps(where))
 
-    row = Row(args.shapes, args.layers, args.experts, args.device)
+    experts = args.experts or (16 if args.device == "cpu" else None)
+    row = Row(args.shapes, args.layers, experts, args.device)
     for rule in RULES:
         row.verify(rule)
     variants: dict[str, Callable[[], object]] = {"copy": row.copy}

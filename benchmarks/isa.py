@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import triton
+from _options import json_file
 from _package import load_mxfp4_int4
 from _result import machine, write
 from triton.backends.compiler import GPUTarget
@@ -182,7 +183,7 @@ def _run(tool: str, *arguments: str) -> str:
 def main() -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     options = parser.parse_args()
     print("| GPU | layout, groups a row | rule | registers | waves | shared | spills", end="")
     print(" | instructions a group | integer pipe | bytes a load | bytes a store |")

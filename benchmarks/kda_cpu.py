@@ -11,9 +11,9 @@ medians and quartiles over rounds on the same inputs, which stay in the cache as
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from _options import json_file, positive
 from _result import machine, spread, write
 from rich.console import Console
 from rich.table import Table
@@ -83,12 +83,12 @@ def main() -> None:
     from vllm.models.kimi_k3.cpu.kda_naive import naive_kda
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--dim", type=positive, default=128)
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+from _options import device, positive
+
 HEADS, HEAD_DIM, HIDDEN, TP = 96, 128, 7168, 8
 SHARDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "g_proj": 3, "f_a_proj": 4, "b_proj": 5}
 ROWS = (*(4 * [HEADS * HEAD_DIM]), HEAD_DIM, HEADS)
@@ -218,8 +220,8 @@ def proves(kind: str, stock: dict, overlay: dict) -> bool:
 def main() -> None:
     """Run every pair, print Markdown and JSON, and judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=69)
-    parser.add_argument("--reload", type=int, default=8, help="layers of the bf16 reload")
+    parser.add_argument("--layers", type=positive, default=69)
+    parser.add_argument("--reload", type=positive, default=8, help="layers of the bf16 reload")
     parser.add_argument("--fastsafetensors", type=int, default=0, help="layers from files")
     parser.add_argument("--child", choices=("fp8", "reload", "files"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -229,6 +231,10 @@ def main() -> None:
         vllm_overlay.activate(amendments=os.environ["VLLM_KIMI_K3_OVERLAY"] == "1")
         print(json.dumps(measure(arguments.child, arguments.layers)))
         return
+    try:
+        device("cuda")
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     jobs = {"fp8": arguments.layers, "reload": arguments.reload, "files": arguments.fastsafetensors}
     results: dict[str, dict[str, dict]] = {}
     print("| load | vLLM | layers | held (GiB) | peak beyond resident (GiB) | on meta | NaN | s |")

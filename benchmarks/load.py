@@ -25,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from _options import json_file, positive
 from _result import machine, spread, write
 
 SIZES = (
@@ -114,8 +115,8 @@ def main() -> None:
     """Measure all variants and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--headers", action="store_true", help="full size, no bytes")
-    parser.add_argument("--rounds", type=int, help="default: 5, with --headers 3")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--rounds", type=positive, help="default: 5, with --headers 3")
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _options import amount, json_file, positive
 from recipe import convert_step_by_step
 
 from vllm_overlay.console import load
@@ -171,13 +172,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gigabytes", type=amount, default=4.0)
+    parser.add_argument("--shards", type=positive, default=4)
+    parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--folder", type=Path, help="where files go; default: temporary files")
     parser.add_argument("--cold", action="store_true", help="source not in the page cache")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         base = Path(name)

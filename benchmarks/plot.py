@@ -13,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    raise SystemExit("needs matplotlib: pip install '.[plot]'; `make bench` installs it") from None
 
 matplotlib.use("svg")
 # The same figures give the same file.

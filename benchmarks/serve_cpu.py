@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _options import json_file, positive
 from _result import machine, spread, write
 from rich.console import Console
 from rich.table import Table
@@ -238,12 +239,12 @@ def main() -> None:
     """Measure both and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small", help="of kimi-k3 make-checkpoint")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill's prompt")
-    parser.add_argument("--sequences", type=int, default=8, help="decoded at a time")
-    parser.add_argument("--tokens", type=int, default=24, help="decoded of each sequence")
-    parser.add_argument("--threads", type=int, default=1, help="of each engine")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of the prefill")
+    parser.add_argument("--sequences", type=positive, default=8, help="decoded at a time")
+    parser.add_argument("--tokens", type=positive, default=24, help="decoded of each sequence")
+    parser.add_argument("--threads", type=positive, default=1, help="of each engine")
+    parser.add_argument("--json", type=json_file, help="also write the figures here")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -121,7 +121,8 @@ def convert(
             manifest, done = _work(folder, destination, options)
     except KeyboardInterrupt as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        print("interrupted; finished shards are kept, --resume goes on", file=sys.stderr)
+        then = "--resume goes on" if resume or not verify else "run it again"
+        print(f"interrupted; finished shards are kept, {then}", file=sys.stderr)
         raise typer.Exit(128 + number) from None
     except ConversionFailed as error:
         _fail(str(error), error.problems, as_json)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from vllm.entrypoints.kimi_k3.checkpoint.check import CheckpointError, check_checkpoint
@@ -89,7 +90,7 @@ def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Findi
     if (model.folder / WORK_NAME).exists():
         text = (
             f"the conversion into {model.folder} is not finished; the command that began it goes "
-            f"on with --resume: kimi-k3 convert SRC {model.folder} --resume"
+            f"on with --resume: kimi-k3 convert SRC {quote(str(model.folder))} --resume"
         )
         return None, None, [Finding(AREA, "files", Level.PROBLEM, text)]
     try:
