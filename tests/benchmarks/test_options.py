@@ -43,7 +43,7 @@ def test_device(monkeypatch):
 def test_json_file(tmp_path):
     assert _options.json_file(str(tmp_path / "new" / "x.json")) == tmp_path / "new" / "x.json"
     (tmp_path / "file").touch()
-    with pytest.raises(argparse.ArgumentTypeError, match="exists|Not a directory"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"exists|Not a directory"):
         _options.json_file(str(tmp_path / "file" / "x.json"))
     with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
         _options.json_file(str(tmp_path))
