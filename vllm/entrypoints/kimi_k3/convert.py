@@ -10,13 +10,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -94,9 +91,11 @@ def convert(
     header is checked before anything is written. A run that was stopped, in whatever way, goes on
     with --resume.
 
-    Exit code 1 when it cannot be done or verified, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit code 1 when it cannot be done or verified, 130 after Ctrl-C, 143 after SIGTERM,
+    129 after SIGHUP.
     """
     from vllm.entrypoints.kimi_k3.conversion import ConversionFailed, ConvertOptions
+    from vllm.entrypoints.kimi_k3.conversion.signals import Stopped, stops_interrupt
 
     started = time.monotonic()
     try:
@@ -117,10 +116,10 @@ def convert(
         if dry_run:
             _print_plan(folder, destination, options, as_json)
             return
-        with _sigterm_interrupts():
+        with stops_interrupt():
             manifest, done = _work(folder, destination, options)
     except KeyboardInterrupt as stop:
-        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         then = "--resume goes on" if resume or not verify else "run it again"
         print(f"interrupted; finished shards are kept, {then}", file=sys.stderr)
         raise typer.Exit(128 + number) from None
@@ -131,24 +130,6 @@ def convert(
         then = "run it again" if dry_run or (verify and not resume) else "--resume goes on"
         _fail(f"{where}{error.strerror or error}. Once that is mended, {then}", [], as_json)
     _print_done(destination, manifest, done, time.monotonic() - started, as_json)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, with which batch systems and service managers stop a process."""
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does, so that nothing incomplete is left behind."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def find_source(text: str) -> Path:

@@ -6,6 +6,7 @@ Workers are plain child processes with pipes: one that is killed is noticed by n
 outlives its parent.
 """
 
+import importlib
 import json
 import os
 import selectors
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from vllm.entrypoints.kimi_k3.conversion.shard import Job
+from vllm.entrypoints.kimi_k3.conversion.signals import held_back
 from vllm.entrypoints.kimi_k3.conversion.worker import run
 
 # How a child finds the command line's package without running vLLM's own package files.
@@ -38,6 +40,9 @@ class Outcome:
 
 def run_here(jobs: list[Job], on_bytes: Callable[[int], None]) -> Generator[Outcome]:
     """One job after the other, in this process."""
+    if jobs:
+        with held_back():
+            importlib.import_module("torch")
     for job in jobs:
         yield Outcome(job.name, run(job, on_bytes))
 

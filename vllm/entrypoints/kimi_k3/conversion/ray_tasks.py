@@ -13,6 +13,7 @@ from typing import Any
 from vllm.entrypoints.kimi_k3.conversion.options import ConversionFailed
 from vllm.entrypoints.kimi_k3.conversion.pool import Outcome
 from vllm.entrypoints.kimi_k3.conversion.shard import Job
+from vllm.entrypoints.kimi_k3.conversion.signals import handlers_kept
 
 # For tasks to end that were told to.
 _PATIENCE = 30.0
@@ -69,7 +70,8 @@ def connect() -> Any:
     if ray.is_initialized():
         return ray
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        with handlers_kept():
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConversionFailed(
             "--ray: expected a Ray cluster, found none running here. Start one (ray start --head) "

@@ -87,7 +87,7 @@ def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Findi
             f"Fetch it first: hf download {model.name}"
         )
         return None, None, [Finding(AREA, "files", Level.PROBLEM, text)]
-    if (model.folder / WORK_NAME).exists():
+    if (model.folder / WORK_NAME).is_dir():
         text = (
             f"the conversion into {model.folder} is not finished; the command that began it goes "
             f"on with --resume: kimi-k3 convert SRC {quote(str(model.folder))} --resume"

@@ -304,6 +304,26 @@ def test_interrupted_in_place(error, with_stats, block_of, monkeypatch):
         convert_experts(weight, scale, layout="aiter")
 
 
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=repr)
+def test_interrupted_while_the_guard_is_waited_for(error):
+    """The device has its work by then, and how far it comes nobody knows."""
+    weight, scale = random_experts()
+
+    def wait() -> int:
+        raise error
+
+    work = convert.Implementation(
+        lambda weight, *arguments, unless: weight.fill_(7),
+        lambda layout, groups: True,
+        convert.LOOKUP.largest_byte,
+        lambda scale: (torch.zeros(1, dtype=torch.int32), wait),
+    )
+    expected = ConversionInterruptedError if isinstance(error, Exception) else type(error)
+    with pytest.raises(expected):
+        convert._convert(weight, scale, "aiter", "mse", 8, True, False, work)
+    assert (scale == 255).all()
+
+
 def test_interrupted_elsewhere_leaves_the_source(block_of, monkeypatch):
     weight, scale = random_experts()
     implementation, module, name = block_of

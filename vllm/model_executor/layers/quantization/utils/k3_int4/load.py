@@ -87,7 +87,7 @@ def convert_layer(
             del weight, scale, source, weight_data, scale_data
         if layer.w13_weight.is_cuda:
             # The conversion may still be under way, and the time below is to be its own.
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(layer.w13_weight.device)
             # e8m0 scales leave holes that no later scale fits.
             torch.accelerator.empty_cache()
     return LayerRecord(

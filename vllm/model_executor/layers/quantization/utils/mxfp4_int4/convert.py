@@ -93,6 +93,7 @@ def convert_experts(
     collect_stats: also compare the result with its source (slow; off on the way of a load)
 
     CPU and CUDA/ROCm tensors of any strides. Every implementation and device gives the same bits.
+    On a GPU the call may return while the device still works, on the current stream.
 
     Raises ConversionInputError (a ValueError; ConversionDtypeError is a TypeError too) before
     anything is written: wrong dtypes, shapes, options; scale byte 255; values of 2^128 and more,
@@ -167,7 +168,7 @@ def _convert_whole(
         unless, wait = work.guard(scale)
         with _whole_or_condemned(scale, in_place):
             work.convert(weight, scale, layout, scale_rule, *buffers, unless=unless)
-        held = wait()
+            held = wait()
     if held:
         check_values(weight, scale, work.largest_byte)
         with _whole_or_condemned(scale, in_place):

@@ -291,6 +291,12 @@ def largest_byte(scale: torch.Tensor) -> int:
     return int(_largest(scale))
 
 
+@lru_cache(maxsize=16)
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """Of the streams with priority: those of the others that callers make are handed out again."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def guard(scale: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
     """`largest_byte` as an int32 [1] on the device, and a call that waits for it, but for nothing
     that the device is given after this."""
@@ -299,7 +305,8 @@ def guard(scale: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
     ready.record()
 
     def wait() -> int:
-        with torch.cuda.stream(aside := torch.cuda.Stream(largest.device)):
+        aside = _aside(largest.device)
+        with torch.cuda.stream(aside):
             aside.wait_event(ready)
             return int(largest)
 
