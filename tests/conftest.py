@@ -8,5 +8,7 @@ import vllm_overlay
 
 vllm_overlay.activate()
 
-# A shell lets its background jobs ignore Ctrl-C, and their children, too. Some tests send it.
+# A shell lets its background jobs ignore Ctrl-C, and nohup the end of a terminal; their children do
+# so, too. Some tests send these signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

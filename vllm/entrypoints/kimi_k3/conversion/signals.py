@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""What stops a conversion from outside: every such signal ends it as Ctrl-C does, with nothing
-incomplete left behind. Knows nothing of conversions."""
+"""Signals that stop a conversion end it as Ctrl-C does, with nothing incomplete left behind.
+
+Knows nothing of conversions.
+"""
 
 import signal
 import threading
