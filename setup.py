@@ -22,7 +22,7 @@ class BuildWithTree(build_py):
         return {
             str(target / file.relative_to(ROOT)): str(file)
             for file in sorted((ROOT / "vllm").rglob("*"))
-            if file.suffix in (".py", ".c")
+            if file.suffix == ".py"
         }
 
     def run(self) -> None:

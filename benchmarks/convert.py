@@ -16,7 +16,6 @@ that differs ends the run with an error.
 import argparse
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,16 +24,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _options import device, json_file, positive
-from _package import load_mxfp4_int4
 from _result import machine, spread, write
 from recipe import convert_step_by_step
 
-load_mxfp4_int4()
-from mxfp4_int4 import native  # noqa: E402
-from mxfp4_int4.convert import (  # noqa: E402
+from mxfp4_int4 import native
+from mxfp4_int4.convert import (
     LOOKUP,
     NAIVE,
     NATIVE,
@@ -42,8 +37,8 @@ from mxfp4_int4.convert import (  # noqa: E402
     _convert,
     pick_implementation,
 )
-from mxfp4_int4.errors import NativeCodeError  # noqa: E402
-from mxfp4_int4.layouts import LAYOUTS  # noqa: E402
+from mxfp4_int4.errors import NativeCodeError
+from mxfp4_int4.layouts import LAYOUTS
 
 HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
 

@@ -18,11 +18,10 @@ from functools import partial
 
 import torch
 from _options import device, json_file, positive
-from _package import load_mxfp4_int4
 from _result import machine, spread, write
 from convert import SHAPES, Clock, random_experts
 
-convert_experts = load_mxfp4_int4().convert_experts
+from mxfp4_int4 import convert_experts
 
 LAYERS = 92  # with routed experts, in Kimi-K3
 RULES = ("mse", "absmax")

@@ -13,23 +13,19 @@ clocks are the hardware's.
 import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import triton
 from _options import json_file
-from _package import load_mxfp4_int4
 from _result import machine, write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-load_mxfp4_int4()
-from mxfp4_int4 import triton_bits, triton_kernel  # noqa: E402
+from mxfp4_int4 import triton_bits, triton_kernel
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),

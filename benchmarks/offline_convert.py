@@ -32,17 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _options import amount, json_file, positive
 from recipe import convert_step_by_step
 
-from vllm_overlay.console import load
-
-conversion = load("conversion")
-spec = load("checkpoint.spec")
-tensors = load("checkpoint.tensors")
-shards = load("checkpoint.shards")
+from k3_checkpoint import shards, spec, tensors
+from kimi_k3 import convert as conversion
+from kimi_k3.convert.verify import verify_checkpoint
 
 PIECE = 8 << 20
 OF_COPY, OF_RECIPE, MEMORY = 0.6, 20.0, 2 << 30
@@ -130,7 +125,7 @@ def convert(source: Path, target: Path, workers: int) -> int:
     """Convert; returns the largest resident memory of a process, in bytes."""
     code = (
         "import resource, sys; from pathlib import Path; "
-        "from vllm_overlay.console import load; c = load('conversion'); "
+        "from kimi_k3 import convert as c; "
         "o = c.ConvertOptions(workers=int(sys.argv[3])); "
         "c.convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), o); "
         "own = int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]); "
@@ -155,7 +150,8 @@ def time_recipe(threads: int, rounds: int) -> tuple[int, list[tuple[float, float
     n, k = ROWS["w1"]
     weight = torch.randint(0, 256, (8, n, k // 2), dtype=torch.uint8, generator=generator)
     scale = torch.randint(112, 126, (8, n, k // 32), dtype=torch.uint8, generator=generator)
-    package = load("conversion.kernel").load_package()
+    import mxfp4_int4 as package
+
     new = package.convert_experts(weight[:1], scale[:1], layout="aiter", scale_rule="absmax")
     if not torch.equal(convert_step_by_step(weight[:1], scale[:1])[0], new.weight):
         raise SystemExit("error: the recipe gives other codes than the rule absmax")
@@ -185,7 +181,7 @@ def main() -> None:
         size = write_source(base / "source", args.gigabytes, args.shards)
         write_source(base / "small", 0.06 * args.workers, args.workers)
         memory = convert(base / "source", base / "result", args.workers)
-        load("conversion.verify").verify_checkpoint(
+        verify_checkpoint(
             base / "source", base / "result", conversion.ConvertOptions(workers=args.workers)
         )
         shutil.rmtree(base / "result")

@@ -71,7 +71,7 @@ def expected_experts(folder: Path, variant: str) -> dict[int, str]:
     import torch
     from safetensors import safe_open
 
-    from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts
+    from mxfp4_int4 import convert_experts
 
     experts: dict[int, dict[tuple[str, str], dict[int, torch.Tensor]]] = {}
     pattern = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(w[123])\.weight_(packed|scale)$")

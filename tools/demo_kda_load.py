@@ -35,9 +35,9 @@ def load(checkpoint: Path, amended: bool) -> list[dict]:
     import torch
     from torch import nn
 
+    from kimi_k3.rehearsal.simulated import simulated_parallel
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.config.quantization import QuantizationConfigArgs
-    from vllm.distributed.simulated import simulated_parallel
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
     from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

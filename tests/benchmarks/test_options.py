@@ -3,14 +3,12 @@
 """What a benchmark cannot use is refused before it works for minutes."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").exists())
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import _options  # noqa: E402
 
 

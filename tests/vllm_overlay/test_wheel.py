@@ -16,7 +16,8 @@ import pytest
 from vllm_overlay.tree import upstream_root
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "vllm", "vllm_overlay")
+PACKAGES = ("vllm_overlay", "mxfp4_int4", "k3_checkpoint", "vllm", "kimi_k3")
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.py", *PACKAGES)
 
 
 def run(*command: object, **options) -> str:
@@ -47,13 +48,13 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = [f for kind in ("*.py", "*.c") for f in (ROOT / "vllm").rglob(kind)]
-    assert any(file.name == "native.c" for file in sources)
+    sources = list((ROOT / "vllm").rglob("*.py"))
+    assert "mxfp4_int4/native.c" in names
     assert {f"vllm_overlay/tree/{file.relative_to(ROOT)}" for file in sources} <= names
     assert "vllm_overlay/activation.py" in names
     # Nothing that would be unpacked into the installed vLLM's own folder, or into tests.
     assert {name.split("/")[0] for name in names} == {
-        "vllm_overlay",
+        *(package for package in PACKAGES if package != "vllm"),
         "vllm_kimi_k3-0.1.0.dist-info",
     }
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.entrypoints.kimi_k3.checkpoint.spec import quantization_config
+from k3_checkpoint.spec import quantization_config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 

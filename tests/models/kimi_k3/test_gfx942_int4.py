@@ -11,8 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from int4_support import INT4, NAME, build_layer, fill, forget_aiter, make_config, rank_of
 
+from mxfp4_int4 import convert_experts
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
+    INT4,
+    NAME,
+    build_layer,
+    fill,
+    forget_aiter,
+    make_config,
+    rank_of,
+)
 from vllm.config.quantization import QUANT_KEY_NAMES, QuantizationConfigArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.rocm_aiter_moe import AiterExperts
@@ -20,7 +29,6 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter, load
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import FLAG, Int4RefusedError
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 
 WEIGHTS = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")

@@ -6,18 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import vllm
+from tests import ROOT
 
-SCRIPT = Path(__file__).parent / "support" / "simulated_gpu" / "describe_methods.py"
+SCRIPT = "tests.models.kimi_k3.support.simulated_gpu.describe_methods"
 
 
 def describe(**environment: str) -> dict:
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, "-m", SCRIPT],
+        cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kimi_k3.rehearsal.simulated import simulated_parallel
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.quantization import QuantizationConfigArgs
-from vllm.distributed.simulated import simulated_parallel
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.models.kimi_k3.amd import kda
 from vllm.platforms import current_platform

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kimi_k3.rehearsal.simulated import simulated_parallel
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.simulated import simulated_parallel
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import (

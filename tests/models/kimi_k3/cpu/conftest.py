@@ -3,19 +3,17 @@
 """Checkpoints that tests of the CPU model share, and the way to its support modules."""
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
-from vllm.entrypoints.kimi_k3.checkpoint.spec import ModelSpec
-from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
+from k3_checkpoint.presets import PRESETS
+from k3_checkpoint.spec import ModelSpec
+from k3_checkpoint.write import write_checkpoint
 
 # Helpers are also run as scripts and import one another; importlib mode adds nothing to the path.
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from k3_server import environment, free_port, serve_command
 from safetensors.torch import load_file, save_file
+
+from tests.models.kimi_k3.cpu.support.k3_server import environment, free_port, serve_command
 
 INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.3.block_sparse_moe.experts.5."

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from k3_compare import compare, make_prompts
-from k3_engine import Job, run_jobs
-from k3_reference import Reference
 
-from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
-from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat, Stack
+from k3_checkpoint.presets import PRESETS
+from k3_checkpoint.spec import ExpertFormat, Stack
+from tests.models.kimi_k3.cpu.support.k3_compare import compare, make_prompts
+from tests.models.kimi_k3.cpu.support.k3_engine import Job, run_jobs
+from tests.models.kimi_k3.cpu.support.k3_reference import Reference
 
 SINGLE = list(product(Stack, (64, 128), ExpertFormat))
 # Two ranks: every expert format split and spread; every stack and head size in one of the two.

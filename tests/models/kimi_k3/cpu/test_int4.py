@@ -7,17 +7,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import k3_engine
 import pytest
 import torch
-from int4_reference import Int4Reference, agreement, hold
-from int4_reload import PROMPT, TOKENS, reload_twice
-from k3_engine import Job, run_jobs
 
-from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
-from vllm.entrypoints.kimi_k3.checkpoint.spec import Stack
-from vllm.entrypoints.kimi_k3.checkpoint.write import write_checkpoint
-from vllm.entrypoints.kimi_k3.conversion import ConvertOptions, convert_checkpoint
+from k3_checkpoint.presets import PRESETS
+from k3_checkpoint.spec import Stack
+from k3_checkpoint.write import write_checkpoint
+from kimi_k3.convert import ConvertOptions, convert_checkpoint
+from tests.models.kimi_k3.cpu.support import k3_engine
+from tests.models.kimi_k3.cpu.support.int4_reference import Int4Reference, agreement, hold
+from tests.models.kimi_k3.cpu.support.int4_reload import PROMPT, TOKENS, reload_twice
+from tests.models.kimi_k3.cpu.support.k3_engine import Job, run_jobs
 
 FLAG = {"moe": {"weight": "int4_per_group_32"}}
 LENGTHS = (1, 65, 200)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from int4_reference import Int4Reference, hold
-from k3_engine import Answer
-from k3_server import Server, environment, free_port, serve_command
 from openai import OpenAI
 
-from vllm.entrypoints.kimi_k3.checkpoint.spec import ExpertFormat
-from vllm.entrypoints.kimi_k3.conversion.quantization import converted_config
+from k3_checkpoint.spec import ExpertFormat
+from kimi_k3.convert.quantization import converted_config
+from tests.models.kimi_k3.cpu.support.int4_reference import Int4Reference, hold
+from tests.models.kimi_k3.cpu.support.k3_engine import Answer
+from tests.models.kimi_k3.cpu.support.k3_server import Server, environment, free_port, serve_command
 
 FLAG = ("--quantization-config.moe.weight", "int4_per_group_32")
 REFUSED = "--quantization-config.moe.weight int4_per_group_32 is refused: found "

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from k3_compare import compare, make_prompts
-from k3_engine import Job, run_jobs
 
 import vllm
-from vllm.entrypoints.kimi_k3.conversion import ConvertOptions, convert_checkpoint
+from kimi_k3.convert import ConvertOptions, convert_checkpoint
+from tests.models.kimi_k3.cpu.support.k3_compare import compare, make_prompts
+from tests.models.kimi_k3.cpu.support.k3_engine import Job, run_jobs
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from k3_reference import Reference
-from k3_server import Server
 from openai import AsyncOpenAI, OpenAI
 
-from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from k3_checkpoint.presets import PRESETS
+from tests.models.kimi_k3.cpu.support.k3_reference import Reference
+from tests.models.kimi_k3.cpu.support.k3_server import Server
 
 CLIENTS = 20
 SECONDS = 60

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm.entrypoints.kimi_k3.checkpoint.presets import PRESETS
+from k3_checkpoint.presets import PRESETS
 from vllm.models.kimi_k3.cpu.serving import configure, model_problems
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum

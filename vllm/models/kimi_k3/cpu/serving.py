@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.kimi_k3.checkpoint.check import check_checkpoint
-from vllm.entrypoints.kimi_k3.checkpoint.spec import (
+from k3_checkpoint.check import check_checkpoint
+from k3_checkpoint.spec import (
     EXPERT_GROUP,
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,

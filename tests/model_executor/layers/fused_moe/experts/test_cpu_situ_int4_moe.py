@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mxfp4_int4 import (
+    ConvertedExperts,
+    convert_experts,
+    dequantize,
+)
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_int4_moe import (
     CPUSituInt4Experts,
     expand_int4,
 )
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
-    ConvertedExperts,
-    convert_experts,
-    dequantize,
-)
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32, kMxfp4Static
 
 DATA = Path(__file__).parents[4] / "data"

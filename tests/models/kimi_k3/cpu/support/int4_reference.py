@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import torch
-from k3_engine import Answer
-from k3_reference import Reference, decode_mxfp4
 
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts, dequantize
+from mxfp4_int4 import convert_experts, dequantize
+from tests.models.kimi_k3.cpu.support.k3_engine import Answer
+from tests.models.kimi_k3.cpu.support.k3_reference import Reference, decode_mxfp4
 
 # The bar of the project for float32: the engine and the reference add in different orders.
 LOGPROB_TOLERANCE = 1e-4

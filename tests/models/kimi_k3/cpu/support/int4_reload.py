@@ -12,7 +12,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from k3_engine import ENVIRONMENT, Answer, bind, register_kernels_early
+from tests.models.kimi_k3.cpu.support.k3_engine import (
+    ENVIRONMENT,
+    Answer,
+    bind,
+    register_kernels_early,
+)
 
 PROMPT = list(range(40, 90))
 TOKENS = 16
@@ -33,7 +38,14 @@ def reload_twice(first: Path, second: Path, folder: Path) -> tuple[list[Answer],
     environment["VLLM_CPU_OMP_THREADS_BIND"] = bind(1)
     with log.open("w") as output:
         code = subprocess.run(
-            [sys.executable, __file__, str(first), str(second), str(target)],
+            [
+                sys.executable,
+                "-m",
+                "tests.models.kimi_k3.cpu.support.int4_reload",
+                str(first),
+                str(second),
+                str(target),
+            ],
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,

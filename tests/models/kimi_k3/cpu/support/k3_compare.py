@@ -5,8 +5,9 @@
 from pathlib import Path
 
 import torch
-from k3_engine import Answer
-from k3_reference import Reference
+
+from tests.models.kimi_k3.cpu.support.k3_engine import Answer
+from tests.models.kimi_k3.cpu.support.k3_reference import Reference
 
 LENGTHS = (1, 63, 64, 65, 500)
 # The bar of the project for float32. The engine and the reference add in different orders;

@@ -82,7 +82,13 @@ def run_jobs(jobs: list[Job], folder: Path, timeout: float = 300) -> list[list[A
     environment["VLLM_CPU_OMP_THREADS_BIND"] = bind(max(ranks))
     with (folder / "log.txt").open("w") as log:
         code = subprocess.run(
-            [sys.executable, __file__, str(source), str(target)],
+            [
+                sys.executable,
+                "-m",
+                "tests.models.kimi_k3.cpu.support.k3_engine",
+                str(source),
+                str(target),
+            ],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
-from k3_engine import ENVIRONMENT, bind
+
+from tests.models.kimi_k3.cpu.support.k3_engine import ENVIRONMENT, bind
 
 ARGUMENTS = (
     "--dtype=float32",

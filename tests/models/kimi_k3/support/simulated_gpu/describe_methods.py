@@ -14,9 +14,18 @@ if not vllm_overlay.activate():
     # This project's own helpers still have to be found.
     vllm_overlay.activate(amendments=False)
 
-from int4_support import STAND_IN, build_layer, fill, make_config, rank_of
-from simulated_gpu import ARCHITECTURES, pretend, rocm_module
-
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
+    STAND_IN,
+    build_layer,
+    fill,
+    make_config,
+    rank_of,
+)
+from tests.models.kimi_k3.support.simulated_gpu.simulated_gpu import (
+    ARCHITECTURES,
+    pretend,
+    rocm_module,
+)
 from vllm import _aiter_ops
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import mxfp4

@@ -10,19 +10,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from simulated_gpu import ARCHITECTURES, pretend, rocm_module
 
+from kimi_k3.rehearsal.simulated import simulated_parallel
+from mxfp4_int4 import convert_experts
+from tests.models.kimi_k3.support.simulated_gpu.simulated_gpu import (
+    ARCHITECTURES,
+    pretend,
+    rocm_module,
+)
 from vllm import _aiter_ops
 from vllm.config import VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
-from vllm.distributed.simulated import simulated_parallel
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 

@@ -9,11 +9,11 @@ token of the batch is routed to it, and forgotten after.
 
 import torch
 
-from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituPackedExperts
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import (
+from mxfp4_int4.layouts import (
     gather_scales,
     unpack_codes,
 )
+from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituPackedExperts
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static32
 
 _GROUP = 32

@@ -8,8 +8,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from int4_support import build_layer, make_config, packed_quant, rank_of
 
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
+    build_layer,
+    make_config,
+    packed_quant,
+    rank_of,
+)
 from vllm.model_executor.layers.fused_moe.experts.rocm_aiter_moe import AiterExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from int4_support import packed_description
 
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import packed_description
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint, policy
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import Int4RefusedError, Target

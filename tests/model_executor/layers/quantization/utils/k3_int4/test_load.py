@@ -8,8 +8,19 @@ import sys
 
 import pytest
 import torch
-from int4_support import INT4, NAME, build_layer, fill, make_config, rank_of
 
+from mxfp4_int4 import (
+    ConversionInputError,
+    ConversionStats,
+)
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
+    INT4,
+    NAME,
+    build_layer,
+    fill,
+    make_config,
+    rank_of,
+)
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_int4_moe import expand_int4
 from vllm.model_executor.layers.quantization.utils.k3_int4 import load
 from vllm.model_executor.layers.quantization.utils.k3_int4.report import (
@@ -17,10 +28,6 @@ from vllm.model_executor.layers.quantization.utils.k3_int4.report import (
     LoadReport,
     PeakMemory,
     report_for,
-)
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
-    ConversionInputError,
-    ConversionStats,
 )
 
 

@@ -12,7 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from int4_support import (
+
+from mxfp4_int4 import convert_experts
+from mxfp4_int4.layouts import (
+    pack_codes,
+    unpack_codes,
+)
+from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
     INT4,
     NAME,
     build_layer,
@@ -24,15 +30,9 @@ from int4_support import (
     packed_quant,
     rank_of,
 )
-
 from vllm.model_executor.layers.quantization.utils.k3_int4 import packed
 from vllm.model_executor.layers.quantization.utils.k3_int4.packed import DamagedExpertsError
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import Int4RefusedError
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import convert_experts
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import (
-    pack_codes,
-    unpack_codes,
-)
 
 WEIGHTS = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
 RULES = ("mse", "absmax")

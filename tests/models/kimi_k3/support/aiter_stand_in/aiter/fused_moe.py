@@ -5,7 +5,7 @@
 import torch
 
 from aiter import BUILD, ActivationType, QuantType, dtypes
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import ConvertedExperts, dequantize
+from mxfp4_int4 import ConvertedExperts, dequantize
 
 CALLS: list[dict] = []
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.k3_int4.report import (
-    LayerRecord,
-    PeakMemory,
-)
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import (
+from mxfp4_int4 import (
     ConversionError,
     ConversionStats,
     convert_experts,
 )
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import ScaleRule
+from mxfp4_int4.layouts import ScaleRule
+from vllm.model_executor.layers.quantization.utils.k3_int4.report import (
+    LayerRecord,
+    PeakMemory,
+)
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mxfp4_int4 import ConversionStats
+from mxfp4_int4.layouts import place_scales
 from vllm.model_executor.layers.quantization.utils.k3_int4.load import CHUNK_EXPERTS, PROJECTIONS
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import (
     BY_CHECKPOINT,
@@ -21,8 +23,6 @@ from vllm.model_executor.layers.quantization.utils.k3_int4.policy import (
     Int4RefusedError,
 )
 from vllm.model_executor.layers.quantization.utils.k3_int4.report import LayerRecord, PeakMemory
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import ConversionStats
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import place_scales
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 if TYPE_CHECKING:

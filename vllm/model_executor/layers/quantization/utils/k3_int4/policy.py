@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4.layouts import SCALE_RULES, ScaleRule
+from mxfp4_int4.layouts import SCALE_RULES, ScaleRule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from mxfp4_int4 import ConversionStats
 from vllm.logger import init_logger
-from vllm.model_executor.layers.quantization.utils.mxfp4_int4 import ConversionStats
 
 # `init_logger` names loggers after modules; this one is in the tree of vLLM's own.
 logger = init_logger(__name__)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+"""A whole report of a small checkpoint; and pages that are written whole or not at all."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kimi_k3.fidelity.figures import Figures
+from kimi_k3.fidelity.run import Choice, make_report, write_text
+from mxfp4_int4 import convert_experts
+
+
+@pytest.fixture(scope="module")
+def report(int4):
+    return make_report(int4, Choice(worst=7))
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_layers_and_projections_add_up(report):
+    assert report.layers == [1, 2]
+    assert report.projections == ["w1", "w2", "w3"]
+    assert list(report.parts) == [(layer, w) for layer in (1, 2) for w in ("w1", "w2", "w3")]
+    together = Figures()
+    for layer in report.layers:
+        together.add(report.of_layer(layer))
+    assert together.groups == report.total.groups == 2 * 3 * 16 * 64 * 128 // 32
+    assert together.codes == report.total.codes
+    assert len(report.worst) == 7
+    assert report.worst[0].error == max(group.error for group in report.worst)
+
+
+def test_figures_are_those_of_the_whole_model(report, mxfp4):
+    tensors = tensors_of(mxfp4)
+    names = [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]
+    of_layer = {}
+    for layer in (1, 2):
+        stats = [
+            convert_experts(
+                tensors[f"{name}_packed"][None],
+                tensors[f"{name}_scale"][None],
+                layout="plain",
+                collect_stats=True,
+            ).stats
+            for name in names
+            if f"layers.{layer}." in name
+        ]
+        of_layer[layer] = stats[0].merge(*stats[1:])
+        ours = report.of_layer(layer)
+        assert ours.exact == of_layer[layer].exact_groups
+        expected = of_layer[layer].relative_squared_error
+        assert ours.relative_squared_error == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_second_report_is_the_same(report, int4):
+    assert make_report(int4, Choice(worst=7)).as_dict() == report.as_dict()
+
+
+def test_a_sample_comes_close(report, int4):
+    sample = make_report(int4, Choice(share=0.25))
+    assert sample.total.groups == report.total.groups // 4
+    error = report.total.relative_squared_error
+    assert sample.total.relative_squared_error == pytest.approx(error, rel=0.05)
+
+
+def test_progress_is_told(int4):
+    told, done = [], []
+    make_report(int4, Choice(share=0.1), told.append, lambda: done.append(1))
+    assert told == [2 * 16 * 3]
+    assert len(done) == told[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"share": 0.0}, {"share": 1.5}, {"share": float("nan")}, {"worst": -1}]
+)
+def test_wrong_choices_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        Choice(**wrong)
+
+
+def test_everything_is_plain_json(report):
+    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert found["scale_rule"] == "mse"
+    assert [(part["layer"], part["projection"]) for part in found["layers"]] == list(
+        map(tuple, report.parts)
+    )
+
+
+def test_a_text_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "page.html"
+    write_text(file, "first")
+    with pytest.raises(TypeError):
+        write_text(file, None)
+    assert file.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [file]
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~umask
