@@ -24,11 +24,11 @@ def check_device(device: str) -> None:
     """
     if device == "cpu":
         if os.environ.get(_NATIVE, "") not in _EASY:
-            from mxfp4_int4 import native
+            from mxfp4_int4 import ConversionError, native
 
             try:
                 native.is_worth(0)
-            except native.NativeCodeError as error:
+            except ConversionError as error:
                 raise ConversionFailed(f"{error}. Nothing was written") from error
         return
     import torch

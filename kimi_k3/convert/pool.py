@@ -22,6 +22,7 @@ from kimi_k3.convert.shard import Job
 from kimi_k3.convert.signals import held_back
 from kimi_k3.convert.worker import run
 
+_WORKER = "kimi_k3.convert.worker"
 _READ = 1 << 20
 
 
@@ -109,7 +110,7 @@ class _Worker:
     def start(cls, threads: int, keep_open: tuple[int, ...], job: Job) -> "_Worker":
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the worker ends
         process = subprocess.Popen(
-            [sys.executable, "-m", "kimi_k3.convert.worker", str(os.getpid()), str(threads)],
+            [sys.executable, "-m", _WORKER, str(os.getpid()), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -101,12 +101,12 @@ def _command_line() -> Iterator[Finding]:
 
 def _overlay() -> Iterator[Finding]:
     """Versions, and what became of each amendment in this process."""
-    from kimi_k3.cli import status
+    from kimi_k3.doctor import amendments
 
-    found = status.collect()
+    found = amendments.collect()
     tested = Level.NOTE if "outside" in found.versions["vllm"] else Level.OK
     yield Finding(VLLM, "version", tested, found.versions["vllm"])
-    refused = [row for row in found.amendments if row.outcome in status.UNHEALTHY]
+    refused = [row for row in found.amendments if row.outcome in amendments.UNHEALTHY]
     for row in refused:
         yield Finding(VLLM, row.module, Level.PROBLEM, f"{row.outcome}: {row.why}")
     if refused or found.switched_off:

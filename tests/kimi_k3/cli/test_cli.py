@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from kimi_k3.cli import app
-from tests.kimi_k3.cli.conftest import KIMI_K3
+from tests.kimi_k3.conftest import KIMI_K3
 
 COMMANDS = sorted(command.name for command in app.registered_commands)
 

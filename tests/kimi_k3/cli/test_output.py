@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kimi_k3.cli.output import check_writable
-from tests.kimi_k3.cli.conftest import KIMI_K3
+from tests.kimi_k3.conftest import KIMI_K3
 
 
 def run(stdout, *arguments: object) -> subprocess.CompletedProcess[str]:

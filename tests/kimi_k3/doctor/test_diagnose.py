@@ -156,12 +156,12 @@ def test_a_platform_that_cannot_be_found_out(on, mxfp4):
 
 
 def test_refused_amendments_are_named(on, monkeypatch):
-    from kimi_k3.cli import status
+    from kimi_k3.doctor import amendments
 
     on(host(15 * GIB))
-    refused = status.Amendment("vllm.x", "refused", "expected a name, found none")
-    found = status.Status({"vllm": "0.40.0 (outside the tested)"}, "p", "a", [refused], False)
-    monkeypatch.setattr(status, "collect", lambda: found)
+    refused = amendments.Amendment("vllm.x", "refused", "expected a name, found none")
+    found = amendments.Status({"vllm": "0.40.0 (outside the tested)"}, "p", "a", [refused], False)
+    monkeypatch.setattr(amendments, "collect", lambda: found)
     made = diagnose(None, Wish(), {})
     assert problems(made) == {"vllm.x": "refused: expected a name, found none\n"}
     assert made.of(Level.NOTE)[0].subject == "version"

@@ -3,7 +3,6 @@
 """This machine, and GPUs that are only simulated, with each build of the stand-in for AITER."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ import torch
 from kimi_k3.doctor import machine
 from kimi_k3.doctor.findings import Level
 from kimi_k3.doctor.machine import Aiter, Kind, Machine, describe, writable
+from tests import ROOT
 
-SUPPORT = Path(__file__).parents[3] / "models" / "kimi_k3" / "support"
+SUPPORT = ROOT / "tests/models/kimi_k3/support"
 GIB = 2**30
 
 
