@@ -10,24 +10,13 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-EXPERT_GROUP = 32
+from k3_checkpoint.formats import GROUP_SIZE, quantization_config
+
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 CONV_WIDTH = 4
 # A_log is stored with at least this many entries; those past the last head are not used.
 A_LOG_ENTRIES = 128
-
-# Where the quantized Linear layers are not: everything but the routed experts.
-IGNORED_LAYERS = (
-    "lm_head",
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-    "re:.*routed_expert_(down|up)_proj.*",
-    "re:.*_res_proj.*",
-    "re:.*vision_tower.*",
-    "re:.*mm_projector.*",
-)
 
 
 class ExpertFormat(StrEnum):
@@ -96,9 +85,9 @@ class ModelSpec:
             if isinstance(value, int) and value < 1
         ]
         problems += [
-            f"{name} must be a multiple of {EXPERT_GROUP}, found {getattr(self, name)}"
+            f"{name} must be a multiple of {GROUP_SIZE}, found {getattr(self, name)}"
             for name in ("latent_size", "expert_intermediate_size")
-            if getattr(self, name) % EXPERT_GROUP
+            if getattr(self, name) % GROUP_SIZE
         ]
         if self.hidden_size % 2:
             problems.append(f"hidden_size must be even, found {self.hidden_size}")
@@ -285,37 +274,10 @@ class ModelSpec:
         if self.expert_intermediate_size < 3072:
             # Upstream pads experts to 256 rows a rank for its GPU kernels. Small models would
             # turn into mostly padding, which the CPU experts do not need.
-            config["min_moe_intermediate_per_partition"] = EXPERT_GROUP
+            config["min_moe_intermediate_per_partition"] = GROUP_SIZE
         if self.expert_format is ExpertFormat.MXFP4:
             config["quantization_config"] = quantization_config()
         return config
-
-
-def quantization_config() -> dict[str, Any]:
-    """Compressed-tensors description of MXFP4 routed experts."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "mxfp4-pack-quantized",
-                "input_activations": None,
-                "output_activations": None,
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "group",
-                    "group_size": EXPERT_GROUP,
-                    "symmetric": True,
-                    "dynamic": False,
-                    "scale_dtype": "torch.uint8",
-                },
-            }
-        },
-        "ignore": list(IGNORED_LAYERS),
-    }
 
 
 def special_token_ids(vocab_size: int) -> dict[str, int]:

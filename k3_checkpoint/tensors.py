@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
 
+from k3_checkpoint.formats import GROUP_SIZE
 from k3_checkpoint.spec import (
     A_LOG_ENTRIES,
     CONV_WIDTH,
-    EXPERT_GROUP,
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
     ExpertFormat,
@@ -173,7 +173,7 @@ def _moe(prefix: str, spec: ModelSpec, order: random.Random) -> Iterator[TensorS
             yield _one(f"{unit}{name}.weight_packed", (rows, columns // 2), Role.CODES, "U8", unit)
             yield _one(
                 f"{unit}{name}.weight_scale",
-                (rows, columns // EXPERT_GROUP),
+                (rows, columns // GROUP_SIZE),
                 Role.SCALES,
                 "U8",
                 unit,

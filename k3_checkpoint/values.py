@@ -12,7 +12,7 @@ import hashlib
 
 import torch
 
-from k3_checkpoint.spec import EXPERT_GROUP
+from k3_checkpoint.formats import GROUP_SIZE
 from k3_checkpoint.tensors import Role, TensorSpec
 
 # Boundaries between the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 of e2m1, halfway.
@@ -90,7 +90,7 @@ def draw_mxfp4(codes: TensorSpec, seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 ``[N, K]`` to MXFP4 by the OCP rule: scale 2^(floor(log2(amax)) - 2)."""
-    groups = values.view(values.shape[0], -1, EXPERT_GROUP)
+    groups = values.view(values.shape[0], -1, GROUP_SIZE)
     _, exponent = torch.frexp(groups.abs().amax(dim=-1))
     # frexp's mantissa lies in [0.5, 1): floor(log2(amax)) is its exponent minus one.
     exponent = (exponent - 1 - _E2M1_EXPONENT).clamp(-_E8M0_BIAS, 127)

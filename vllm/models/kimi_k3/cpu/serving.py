@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3_checkpoint.check import check_checkpoint
+from k3_checkpoint.formats import GROUP_SIZE
 from k3_checkpoint.spec import (
-    EXPERT_GROUP,
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
     ModelSpec,
@@ -129,12 +129,12 @@ def model_problems(text: Mapping[str, Any], *, ranks: int, expert_parallel: bool
             f"kv_lora_rank and qk_rope_head_dim: expected {_CPU_LATENT} (the CPU kernel's), found "
             f"{found}"
         )
-    split = ranks * EXPERT_GROUP
+    split = ranks * GROUP_SIZE
     inner = text["moe_intermediate_size"]
     if _expert_format(text) is not None and not expert_parallel and inner % split:
         yield (
             f"moe_intermediate_size: expected a multiple of {split} to split MXFP4 groups of "
-            f"{EXPERT_GROUP} over {ranks} ranks, found {inner}; use --enable-expert-parallel"
+            f"{GROUP_SIZE} over {ranks} ranks, found {inner}; use --enable-expert-parallel"
         )
 
 
