@@ -7,38 +7,38 @@ does not fail at all and serves zeros. The check lists everything that is wrong 
 no tensor and changes nothing.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from k3_checkpoint.headers import (
-    Entry,
-    HeaderError,
-    read_header,
-    unique_pairs,
+from k3_checkpoint.checkpoint import Checkpoint
+from k3_checkpoint.formats import Format
+from k3_checkpoint.headers import Entry
+from k3_checkpoint.problems import Kind, Problem, listed
+from k3_checkpoint.spec import ExpertFormat, ModelSpec
+from k3_checkpoint.tensors import (
+    Role,
+    TensorSpec,
+    checkpoint_tensors,
+    expert_prefixes,
+    expert_tensors,
 )
-from k3_checkpoint.shards import INDEX_NAME
-from k3_checkpoint.spec import ModelSpec
-from k3_checkpoint.tensors import Role, TensorSpec, checkpoint_tensors
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _SHOWN = 12
+# A load minds neither files nor tensors that it does not ask for, nor what config.json is.
+_FATAL = frozenset(Kind) - {Kind.CONFIG, Kind.UNNAMED, Kind.UNINDEXED}
 
 
 class CheckpointError(ValueError):
     """A folder is no complete checkpoint of its model; the message lists what is wrong."""
 
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        more = len(problems) - _SHOWN
-        lines = [f"  - {problem}" for problem in problems[:_SHOWN]]
-        if more > 0:
-            lines.append(f"  - and {more} more")
+    def __init__(self, folder: Path, problems: Sequence[Problem]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(
             f"{folder} is not a complete Kimi-K3 checkpoint, {count}:\n"
-            + "\n".join(lines)
+            + "\n".join(listed([str(problem) for problem in problems], _SHOWN))
             + "\nFetch or write the named files again."
         )
         self.problems = problems
@@ -56,89 +56,86 @@ def check_checkpoint(folder: Path, spec: ModelSpec, *, experts: bool = True) -> 
         CheckpointError: with every problem found.
 
     """
-    problems: list[str] = []
-    found = _read_shards(folder, problems)
-    # Nothing can be said about tensors while shards are missing or broken.
-    if not problems:
-        problems += _compare(found, spec, experts)
+    problems = find_problems(
+        Checkpoint.open(folder), spec, _FORMATS[spec.expert_format] if experts else None
+    )
     if problems:
         raise CheckpointError(folder, problems)
 
 
-def _read_shards(folder: Path, problems: list[str]) -> dict[str, Entry]:
-    """Tensors of all shards by name; adds what is wrong with files and index to ``problems``."""
-    index = folder / INDEX_NAME
-    located: dict[str, str] = {}
-    if index.exists():
-        try:
-            located = json.loads(index.read_text(), object_pairs_hook=unique_pairs)["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            problems.append(f"{INDEX_NAME}: {error}")
-            return {}
-        files = sorted(set(located.values()))
-    else:
-        files = sorted(file.name for file in folder.glob("*.safetensors"))
-        if not files:
-            problems.append(f"no {INDEX_NAME} and no *.safetensors file")
-    counts: dict[str, int] = defaultdict(int)
-    for name in located.values():
-        counts[name] += 1
-    tensors: dict[str, Entry] = {}
-    owner: dict[str, str] = {}
-    for name in files:
-        file = folder / name
-        if not file.exists():
-            problems.append(f"{name}: not there; the index names it for {counts[name]:,} tensors")
-            continue
-        try:
-            entries = read_header(file)
-        except HeaderError as error:
-            problems.append(f"{name}: {error}")
-            continue
-        for tensor in entries.keys() & owner.keys():
-            problems.append(f"{tensor}: in {owner[tensor]} and again in {name}")
-        tensors |= entries
-        owner |= dict.fromkeys(entries, name)
-    if not problems:
-        for tensor, name in located.items():
-            if owner.get(tensor) != name:
-                where = owner.get(tensor, "no shard")
-                problems.append(f"{tensor}: the index says {name}, it is in {where}")
-    return tensors
+_FORMATS = {ExpertFormat.MXFP4: Format.MXFP4, ExpertFormat.BF16: Format.PLAIN}
 
 
-def _compare(found: dict[str, Entry], spec: ModelSpec, experts: bool) -> Iterator[str]:
-    """Problems of tensors, those of one expert in one line."""
-    missing: dict[str, list[str]] = defaultdict(list)
-    for tensor in checkpoint_tensors(spec):
-        is_expert = tensor.unit != tensor.name
-        if is_expert and not experts:
-            continue
-        entry = found.get(tensor.name)
+def find_problems(checkpoint: Checkpoint, spec: ModelSpec, experts: Format | None) -> list[Problem]:
+    """Everything that keeps a checkpoint from being loaded as a model.
+
+    Args:
+        checkpoint: as it was opened.
+        spec: the model.
+        experts: the format to which routed experts are held: MXFP4, int4 or unquantized. None
+            leaves them unjudged.
+
+    """
+    problems = [problem for problem in checkpoint.problems if problem.kind in _FATAL]
+    # Nothing can be said about tensors while shards are missing or broken.
+    if problems:
+        return problems
+    missing: list[Problem] = []
+    for tensor in checkpoint_tensors(spec, experts=False):
+        entry = checkpoint.entry(tensor.name)
         if entry is None:
-            missing[tensor.unit].append(tensor.name)
-        elif (problem := _differs(tensor, entry, spec)) is not None:
-            yield f"{tensor.name}: {problem}"
-    for unit, names in missing.items():
-        if unit == names[0]:
-            yield f"{unit}: in no shard"
-        else:
-            parts = ", ".join(name.removeprefix(unit) for name in names)
-            yield f"{unit.rstrip('.')}: {parts} in no shard"
+            missing.append(Problem(Kind.TENSOR, tensor.name, "in no shard"))
+        elif (text := _differs(tensor, entry, spec)) is not None:
+            problems.append(Problem(Kind.TENSOR, tensor.name, text))
+    if experts is not None:
+        problems += _check_experts(checkpoint, spec, experts, missing)
+    return problems + missing
+
+
+def _check_experts(
+    checkpoint: Checkpoint, spec: ModelSpec, stored: Format, missing: list[Problem]
+) -> Iterator[Problem]:
+    """Yield what is wrong with routed experts; adds what one lacks, in one line, to ``missing``."""
+    kind = ExpertFormat.BF16 if stored is Format.PLAIN else ExpertFormat.MXFP4
+    wanted = expert_tensors(replace(spec, expert_format=kind))
+    if stored is Format.INT4:
+        wanted = [_as_int4(tensor) for tensor in wanted]
+    for prefix in expert_prefixes(spec):
+        for expert in range(spec.experts):
+            lacking = []
+            for tensor in wanted:
+                name = f"{prefix}{expert}.{tensor.name}"
+                entry = checkpoint.entry(name)
+                if entry is None:
+                    lacking.append(tensor.name)
+                elif (text := _differs(tensor, entry, spec)) is not None:
+                    yield Problem(Kind.TENSOR, name, text)
+            if lacking:
+                text = f"{', '.join(lacking)} in no shard"
+                missing.append(Problem(Kind.TENSOR, f"{prefix}{expert}", text))
+
+
+def _as_int4(tensor: TensorSpec) -> TensorSpec:
+    """Return a tensor of an MXFP4 expert as its int4 form has it: eight codes a word."""
+    if tensor.role is Role.SCALES:
+        return replace(tensor, dtype="BF16")
+    return replace(tensor, dtype="I32", shape=(tensor.shape[0], tensor.shape[1] // 4))
 
 
 def _differs(tensor: TensorSpec, entry: Entry, spec: ModelSpec) -> str | None:
+    if entry.dtype == tensor.dtype and entry.shape == tensor.shape:
+        return None
     if tensor.role is Role.A_LOG:
         # Stored flat with padding, or as (1, 1, H, 1); the heads come first in both.
         fits = prod(entry.shape) >= spec.heads and entry.dtype in _FLOATS
-        expected = f"at least {spec.heads} floating-point values"
-    elif tensor.dtype == "U8":
-        fits = (entry.dtype, entry.shape) in (
-            (tensor.dtype, tensor.shape),
-            ("F8_E8M0", tensor.shape if tensor.role is Role.SCALES else ()),
+        return (
+            None if fits else f"expected at least {spec.heads} floating-point values, found {entry}"
         )
-        expected = f"{tensor.dtype} {list(tensor.shape)}"
-    else:
-        fits = entry.dtype in _FLOATS and entry.shape == tensor.shape
-        expected = f"BF16, F16 or F32 {list(tensor.shape)}"
-    return None if fits else f"expected {expected}, found {entry.dtype} {list(entry.shape)}"
+    accepted, named = frozenset({tensor.dtype}), tensor.dtype
+    if tensor.role is Role.SCALES and tensor.dtype == "U8":
+        accepted = frozenset({"U8", "F8_E8M0"})
+    elif tensor.dtype in _FLOATS and tensor.role is not Role.SCALES:
+        accepted, named = _FLOATS, "BF16, F16 or F32"
+    if entry.dtype in accepted and entry.shape == tensor.shape:
+        return None
+    return f"expected {named} {list(tensor.shape)}, found {entry}"

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3_checkpoint.tensors import TensorSpec
 
@@ -124,7 +124,7 @@ def _units(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 def _header(shard: Shard) -> bytes:
     """Eight bytes of length and a JSON object, padded to a multiple of 8 for aligned data."""
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard.tensors:
         entries[tensor.name] = {

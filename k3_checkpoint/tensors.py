@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
 
-from k3_checkpoint.formats import GROUP_SIZE
+from k3_checkpoint.formats import GROUP_SIZE, PACKED, SCALE
 from k3_checkpoint.spec import (
     A_LOG_ENTRIES,
     CONV_WIDTH,
@@ -60,12 +60,15 @@ class TensorSpec:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def checkpoint_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[TensorSpec]:
+def checkpoint_tensors(
+    spec: ModelSpec, seed: int = 0, *, experts: bool = True
+) -> Iterator[TensorSpec]:
     """All tensors of a checkpoint in the order in which they are stored.
 
     Args:
         spec: sizes.
         seed: of the order of experts within a layer, which is not that of their ids.
+        experts: also the routed experts, which are nearly all tensors of a checkpoint.
 
     Yields:
         vision tensors, if there are any, then embeddings, layers, and the head.
@@ -82,7 +85,9 @@ def checkpoint_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[TensorSpec]:
         yield from _mixers(prefix, hidden)
         yield from (_mla if spec.is_mla(layer) else _kda)(f"{prefix}self_attn.", spec)
         if spec.is_moe(layer):
-            yield from _moe(f"{prefix}block_sparse_moe.", spec, order)
+            yield from _moe(f"{prefix}block_sparse_moe.", spec)
+            if experts:
+                yield from _experts(f"{prefix}block_sparse_moe.experts.", spec, order)
         else:
             yield from _gated(f"{prefix}mlp.", hidden, spec.dense_intermediate_size)
     yield _one(f"{model}norm.weight", (hidden,), Role.NORM)
@@ -92,9 +97,9 @@ def checkpoint_tensors(spec: ModelSpec, seed: int = 0) -> Iterator[TensorSpec]:
 
 
 def _one(
-    name: str, shape: tuple[int, ...], role: Role = Role.LINEAR, dtype: str = "BF16", unit: str = ""
+    name: str, shape: tuple[int, ...], role: Role = Role.LINEAR, dtype: str = "BF16"
 ) -> TensorSpec:
-    return TensorSpec(name, dtype, shape, role, unit or name)
+    return TensorSpec(name, dtype, shape, role, unit=name)
 
 
 def _mixers(prefix: str, hidden: int) -> Iterator[TensorSpec]:
@@ -148,7 +153,7 @@ def _mla(prefix: str, spec: ModelSpec) -> Iterator[TensorSpec]:
     yield _one(f"{prefix}o_proj.weight", (hidden, value))
 
 
-def _moe(prefix: str, spec: ModelSpec, order: random.Random) -> Iterator[TensorSpec]:
+def _moe(prefix: str, spec: ModelSpec) -> Iterator[TensorSpec]:
     hidden, latent = spec.hidden_size, spec.latent_size
     yield _one(f"{prefix}gate.weight", (spec.experts, hidden))
     yield _one(f"{prefix}gate.e_score_correction_bias", (spec.experts,), Role.ROUTER_BIAS, "F32")
@@ -157,27 +162,41 @@ def _moe(prefix: str, spec: ModelSpec, order: random.Random) -> Iterator[TensorS
     yield _one(f"{prefix}routed_expert_up_proj.weight", (hidden, latent))
     shared = spec.shared_experts * spec.expert_intermediate_size
     yield from _gated(f"{prefix}shared_experts.", hidden, shared)
+
+
+def _experts(prefix: str, spec: ModelSpec, order: random.Random) -> Iterator[TensorSpec]:
     ids = list(range(spec.experts))
     order.shuffle(ids)
-    inner = spec.expert_intermediate_size
+    leaves = expert_tensors(spec)
     for expert in ids:
-        unit = f"{prefix}experts.{expert}."
-        for name, rows, columns in (
-            ("w1", inner, latent),
-            ("w2", latent, inner),
-            ("w3", inner, latent),
-        ):
-            if spec.expert_format is ExpertFormat.BF16:
-                yield _one(f"{unit}{name}.weight", (rows, columns), unit=unit)
-                continue
-            yield _one(f"{unit}{name}.weight_packed", (rows, columns // 2), Role.CODES, "U8", unit)
-            yield _one(
-                f"{unit}{name}.weight_scale",
-                (rows, columns // GROUP_SIZE),
-                Role.SCALES,
-                "U8",
-                unit,
-            )
+        unit = f"{prefix}{expert}."
+        for leaf in leaves:
+            yield TensorSpec(f"{unit}{leaf.name}", leaf.dtype, leaf.shape, leaf.role, unit)
+
+
+def expert_prefixes(spec: ModelSpec) -> Iterator[str]:
+    """Yield, for each layer that has routed experts, what stands before their ids."""
+    for layer in range(spec.layers):
+        if spec.is_moe(layer):
+            yield f"{spec.text_prefix}model.layers.{layer}.block_sparse_moe.experts."
+
+
+def expert_tensors(spec: ModelSpec) -> list[TensorSpec]:
+    """Return the tensors that each routed expert has, with names from behind its id."""
+    inner, latent = spec.expert_intermediate_size, spec.latent_size
+    found = []
+    for name, rows, columns in (
+        ("w1", inner, latent),
+        ("w2", latent, inner),
+        ("w3", inner, latent),
+    ):
+        if spec.expert_format is ExpertFormat.BF16:
+            found.append(_one(f"{name}.weight", (rows, columns)))
+            continue
+        groups = (rows, columns // GROUP_SIZE)
+        found.append(_one(f"{name}.{PACKED}", (rows, columns // 2), Role.CODES, "U8"))
+        found.append(_one(f"{name}.{SCALE}", groups, Role.SCALES, "U8"))
+    return found
 
 
 def _vision(vision: VisionSpec, text_hidden: int) -> Iterator[TensorSpec]:

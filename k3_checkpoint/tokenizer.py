@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 from k3_checkpoint.spec import special_token_ids
 
@@ -87,5 +88,5 @@ def _merges() -> Iterator[tuple[str, str]]:
         yield first + second, third
 
 
-def _write_json(path: Path, value: dict) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
