@@ -122,7 +122,7 @@ class Checkpoint:
     def missing_shards(self) -> str | None:
         """Say which shards are missing, or that there are none; None if all are there."""
         missing = [problem.subject for problem in self.of_kind(Kind.MISSING)]
-        if self.shards and not missing:
+        if not missing and not self.of_kind(Kind.FOLDER):
             return None
         what = f"{', '.join(missing[:5])} missing" if missing else "found none"
         return f"{self.folder}: expected a checkpoint's safetensors shards, {what}"

@@ -7,19 +7,16 @@ Reads indexes, headers and the manifest; of tensors only the rows that are asked
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from k3_checkpoint.headers import (
-    Entry,
-    Header,
-    HeaderError,
-    read_full_header,
-)
+from k3_checkpoint import Checkpoint, Kind
+from k3_checkpoint.formats import GROUP_SIZE, PACKED, SCALE
+from k3_checkpoint.headers import Entry
+from k3_checkpoint.problems import listed
 from k3_checkpoint.shards import INDEX_NAME
 from kimi_k3.convert.manifest import MANIFEST_NAME, Manifest
-from kimi_k3.convert.source import GROUP, PACKED, SCALE, WORK_NAME
-from kimi_k3.rehearsal.index import shards
+from kimi_k3.convert.source import WORK_NAME
 
 _SHOWN = 10
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -29,9 +26,8 @@ class ReportError(ValueError):
     """A checkpoint cannot be reported on; the message lists why."""
 
     def __init__(self, folder: Path, problems: list[str]) -> None:
-        more = [f"  - and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        lines = [f"  - {problem}" for problem in problems[:_SHOWN]]
-        super().__init__("\n".join([f"{folder} cannot be reported on:", *lines, *more]))
+        lines = listed(problems, _SHOWN)
+        super().__init__("\n".join([f"{folder} cannot be reported on:", *lines]))
         self.problems = problems
 
 
@@ -96,20 +92,6 @@ class Matrix:
         return self.name.rpartition(".")[2]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Headers of a folder's shards."""
-
-    folder: Path
-    headers: dict[str, Header]
-
-    def rows(self, tensor: str, shard: str) -> Rows:
-        """Return where a two-dimensional tensor's rows are."""
-        start, stop = self.headers[shard].spans[tensor]
-        count = self.headers[shard].entries[tensor].shape[0]
-        return Rows(self.folder / shard, start, count, (stop - start) // max(1, count))
-
-
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read all headers of a checkpoint.
 
@@ -128,19 +110,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             "kimi-k3 convert with --resume first"
         )
         raise ReportError(folder, [problem])
-    try:
-        files = shards(folder)
-    except (OSError, ValueError) as error:
-        raise ReportError(folder, [str(error)]) from error
-    headers, problems = {}, []
-    for file in files:
-        try:
-            headers[file.name] = read_full_header(file)
-        except (HeaderError, OSError) as error:
-            problems.append(f"{file.name}: {error}")
-    if problems:
-        raise ReportError(folder, problems)
-    return Checkpoint(folder, headers)
+    checkpoint = Checkpoint.open(folder)
+    if (missing := checkpoint.missing_shards()) is not None:
+        raise ReportError(folder, [missing])
+    if problems := checkpoint.of_kind(Kind.INDEX, Kind.SHARD, Kind.TWICE):
+        raise ReportError(folder, [str(problem) for problem in problems])
+    return checkpoint
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -164,45 +139,32 @@ def find_matrices(result: Checkpoint, manifest: Manifest | None) -> list[Matrix]
         ReportError: With everything that is wrong with them; or there are none.
     """
     problems = [] if manifest is None else list(_differences(result, manifest))
-    places: dict[str, str] = {}
-    for name, header in result.headers.items():
-        problems += [
-            f"{tensor}: in {places[tensor]} and again in {name}"
-            for tensor in header.entries.keys() & places.keys()
-        ]
-        places |= dict.fromkeys(header.entries, name)
     found, mxfp4 = [], 0
-    for tensor, shard in places.items():
-        module, _, leaf = tensor.rpartition(".")
-        if leaf != PACKED:
-            continue
-        entry = result.headers[shard].entries[tensor]
-        if entry.dtype == "U8":
+    for module in result.packed_modules():
+        packed, scale = f"{module}.{PACKED}", f"{module}.{SCALE}"
+        codes = result.headers[result.owner[packed]].entries[packed]
+        if codes.dtype == "U8":
             mxfp4 += 1
-            continue
-        scale = f"{module}.{SCALE}"
-        scale_shard = places.get(scale)
-        scales = result.headers[scale_shard].entries[scale] if scale_shard else None
-        problem = _check(entry, scales)
-        if problem or scale_shard is None:
+        elif problem := _check(codes, result.entry(scale)):
             problems.append(f"{module}: {problem}")
-            continue
-        rows, words = entry.shape
-        found.append(
-            Matrix(
-                module,
-                rows,
-                words * 8,
-                result.rows(tensor, shard),
-                result.rows(scale, scale_shard),
-            )
-        )
+        else:
+            rows, words = codes.shape
+            places = _rows(result, packed), _rows(result, scale)
+            found.append(Matrix(module, rows, words * 8, *places))
     if not found and not problems:
         kind = "its experts are MXFP4" if mxfp4 else f"no {PACKED} in any shard"
         problems.append(f"nothing in int4: {kind}. Expected what kimi-k3 convert has written")
     if problems:
         raise ReportError(result.folder, problems)
     return sorted(found, key=lambda matrix: (matrix.layer, matrix.projection, _natural(matrix)))
+
+
+def _rows(checkpoint: Checkpoint, tensor: str) -> Rows:
+    """Return where a two-dimensional tensor's rows are."""
+    shard = checkpoint.owner[tensor]
+    start, stop = checkpoint.headers[shard].spans[tensor]
+    count = checkpoint.headers[shard].entries[tensor].shape[0]
+    return Rows(checkpoint.folder / shard, start, count, (stop - start) // max(1, count))
 
 
 def _natural(matrix: Matrix) -> list[tuple[int, str]]:
@@ -227,13 +189,11 @@ def _check(packed: Entry, scale: Entry | None) -> str:
     """Return what is wrong with a matrix; empty if nothing is."""
     if scale is None:
         return f"{PACKED} without its {SCALE}"
-    if packed.dtype != "I32" or len(packed.shape) != 2 or packed.shape[1] % (GROUP // 8):
-        found = f"{packed.dtype} {list(packed.shape)}"
-        return f"{PACKED}: expected I32 [N, K/8] with K a multiple of {GROUP}, found {found}"
-    expected = (packed.shape[0], packed.shape[1] * 8 // GROUP)
+    if packed.dtype != "I32" or len(packed.shape) != 2 or packed.shape[1] % (GROUP_SIZE // 8):
+        return f"{PACKED}: expected I32 [N, K/8] with K a multiple of {GROUP_SIZE}, found {packed}"
+    expected = (packed.shape[0], packed.shape[1] * 8 // GROUP_SIZE)
     if (scale.dtype, scale.shape) != ("BF16", expected):
-        found = f"{scale.dtype} {list(scale.shape)}"
-        return f"{SCALE}: expected BF16 {list(expected)}, found {found}"
+        return f"{SCALE}: expected BF16 {list(expected)}, found {scale}"
     return ""
 
 
@@ -253,30 +213,20 @@ def with_source(
                 problems.append(f"{name}: not there, and the checkpoint was converted from it")
             elif header.digest != record.source_header or header.size != record.source.bytes:
                 problems.append(f"{name}: not the shard that was converted")
-    places = {tensor: name for name, header in source.headers.items() for tensor in header.entries}
     paired = []
     for matrix in matrices:
-        codes, scales = f"{matrix.name}.{PACKED}", f"{matrix.name}.{SCALE}"
-        if codes not in places or scales not in places:
+        names = f"{matrix.name}.{PACKED}", f"{matrix.name}.{SCALE}"
+        codes, scales = map(source.entry, names)
+        if codes is None or scales is None:
             problems.append(f"{matrix.name}: not there, or without codes or scales in MXFP4")
             continue
-        found = [source.headers[places[name]].entries[name] for name in (codes, scales)]
-        expected = [(matrix.rows, matrix.columns // 2), (matrix.rows, matrix.columns // GROUP)]
+        expected = ((matrix.rows, matrix.columns // 2), (matrix.rows, matrix.columns // GROUP_SIZE))
         kinds = {"U8", "F8_E8M0"}
-        if [e.shape for e in found] != expected or not {e.dtype for e in found} <= kinds:
+        if (codes.shape, scales.shape) != expected or not {codes.dtype, scales.dtype} <= kinds:
             problems.append(f"{matrix.name}: other sizes or dtypes than in the result")
             continue
-        paired.append(
-            Matrix(
-                matrix.name,
-                matrix.rows,
-                matrix.columns,
-                matrix.codes,
-                matrix.scales,
-                source.rows(codes, places[codes]),
-                source.rows(scales, places[scales]),
-            )
-        )
+        places = [_rows(source, name) for name in names]
+        paired.append(replace(matrix, source_codes=places[0], source_scales=places[1]))
     if problems:
         raise ReportError(source.folder, [*problems[:_SHOWN], "it is no source of this checkpoint"])
     return paired

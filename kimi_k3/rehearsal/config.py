@@ -3,9 +3,10 @@
 """Reads a checkpoint's config.json and refuses one that no Kimi-K3 has. Imports neither torch nor
 vLLM, and computes nothing from the sizes."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from k3_checkpoint import files
 
 _POSITIVE = (
     "attn_res_block_size",
@@ -52,25 +53,6 @@ _LARGEST = 2**31
 _MOST_EXPERTS = 10_000_000
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It holds something else.
-    """
-    if file.exists() and not file.is_file():
-        # A pipe would be waited for, and a device read without end.
-        raise ValueError(f"{file}: expected a file with JSON, found no regular file")
-    try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected JSON, found {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")
-    return found
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json, checked.
 
@@ -78,11 +60,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
         ValueError: It is no Kimi-K3's; every fault is named.
     """
-    config = read_json(folder / "config.json")
     try:
+        config = files.read_config(folder)
         check_config(config)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        raise ValueError(f"{folder / files.CONFIG_NAME}: {error}") from error
     return config
 
 

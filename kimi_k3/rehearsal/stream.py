@@ -11,9 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from kimi_k3.rehearsal.index import INDEX_NAME, check_index, indexed, shards
+from k3_checkpoint import Checkpoint, Kind
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -31,6 +30,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 Header = tuple[str, torch.dtype, list[int]]
+# A rehearsal is of the shards that the index names; config.json is judged elsewhere.
+_OF_NO_MATTER = (Kind.CONFIG, Kind.UNNAMED)
 
 
 class Order(StrEnum):
@@ -53,34 +54,28 @@ def headers(folder: Path, order: Order = Order.INDEX, seed: int = 0) -> Iterator
         ValueError: A shard is no complete safetensors file, holds an unknown dtype, or holds other
             tensors than the index says.
     """
-    index = folder / INDEX_NAME
-    located = indexed(index) if index.is_file() else None
-    if order is Order.INDEX:
-        for file in shards(folder):
-            yield from _read(file, located)
-        return
-    everything = [header for file in shards(folder) for header in _read(file, located)]
+    checkpoint = Checkpoint.open(folder)
+    if (missing := checkpoint.missing_shards()) is not None:
+        raise FileNotFoundError(missing)
+    # vLLM reads what the shards hold and never compares it with the index.
+    wrong = [p for p in checkpoint.problems if p.kind not in _OF_NO_MATTER]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"{folder}: {'; '.join(map(str, wrong[:3]))}{more}")
+    everything = list(_read(checkpoint))
     if order is Order.REVERSE:
         everything.reverse()
-    else:
+    elif order is Order.SHUFFLED:
         random.Random(seed).shuffle(everything)
     yield from everything
 
 
-def _read(file: Path, located: dict[str, set[str]] | None) -> Iterator[Header]:
-    try:
-        with safe_open(file, framework="pt") as shard:
-            names = shard.offset_keys()
-            if located is not None:
-                check_index(file, set(names), located[file.name])
-            for name in names:
-                part = shard.get_slice(name)
-                dtype = part.get_dtype()
-                if dtype not in _DTYPES:
-                    raise ValueError(f"{file}: {name} has the unknown dtype {dtype}")
-                yield name, _DTYPES[dtype], part.get_shape()
-    except SafetensorError as error:
-        raise ValueError(f"{file}: expected a complete safetensors file: {error}") from error
+def _read(checkpoint: Checkpoint) -> Iterator[Header]:
+    for shard, header in checkpoint.headers.items():
+        for name, entry in header.entries.items():
+            if entry.dtype not in _DTYPES:
+                raise ValueError(f"{shard}: {name} has the unknown dtype {entry.dtype}")
+            yield name, _DTYPES[entry.dtype], list(entry.shape)
 
 
 def tensors(found: Iterator[Header]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -88,10 +88,11 @@ def test_index_that_is_no_index(folder):
     (folder / INDEX_NAME).write_text("{")
     assert problems(folder)[0].startswith(f"{INDEX_NAME}: ")
     (folder / INDEX_NAME).write_text("{}")
-    assert problems(folder) == [
-        f"{INDEX_NAME}: no index of safetensors shards: expected a weight_map of tensors to shards, "
-        "found None"
-    ]
+    (problem,) = problems(folder)
+    assert problem == (
+        f"{INDEX_NAME}: no index of safetensors shards: "
+        "expected a weight_map of tensors to shards, found None"
+    )
 
 
 def test_index_and_shards_that_disagree(folder):
