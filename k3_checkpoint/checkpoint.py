@@ -142,7 +142,11 @@ def _find_shards(
     folder: Path, problems: list[Problem]
 ) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
     """Return the index's map and metadata, and the names of all shards."""
-    there = {file.name for file in folder.iterdir() if file.suffix == ".safetensors"}
+    try:
+        there = {file.name for file in folder.iterdir() if file.suffix == ".safetensors"}
+    except OSError as error:
+        problems.append(Problem(Kind.FOLDER, "", f"cannot be read: {error.strerror}"))
+        return {}, {}, ()
     if (folder / INDEX_NAME).exists():
         try:
             located, metadata = read_index(folder)

@@ -81,10 +81,10 @@ def read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not isinstance(metadata, dict):
         raise ValueError(f"expected an object as metadata, found {metadata!r}")
     for name in set(located.values()):
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise ValueError(f"expected names of *.safetensors files, found {name!r}")
-        if Path(name).name != name:
-            raise ValueError(f"expected names of files beside it, found {name!r}")
+        beside = isinstance(name, str) and Path(name).name == name
+        if not beside or not name.endswith(".safetensors"):
+            text = "expected names of files beside it that end in .safetensors"
+            raise ValueError(f"{text}, found {name!r}")
     return located, metadata
 
 

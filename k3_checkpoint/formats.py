@@ -25,14 +25,14 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 # Last parts of the names of a quantized module's tensors.
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 
-MXFP4_WEIGHTS: Mapping[str, Any] = {
+MXFP4_WEIGHTS: dict[str, Any] = {
     "num_bits": 4,
     "type": "float",
     "strategy": "group",
     "group_size": GROUP_SIZE,
     "symmetric": True,
 }
-INT4_WEIGHTS: Mapping[str, Any] = {**MXFP4_WEIGHTS, "type": "int"}
+INT4_WEIGHTS: dict[str, Any] = {**MXFP4_WEIGHTS, "type": "int"}
 
 # Everything but the routed experts is left unquantized.
 IGNORED_LAYERS = (

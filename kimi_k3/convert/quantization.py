@@ -10,15 +10,18 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-# The second is an older name, which readers still know.
-KEYS = ("quantization_config", "compression_config")
-MXFP4_FORMAT = "mxfp4-pack-quantized"
-INT4_FORMAT = "pack-quantized"
-MIXED_FORMAT = "mixed-precision"
-# Formats that store a module's weight under the same name, so that it could not be told apart.
-_PACKED_FORMATS = frozenset({INT4_FORMAT, "nvfp4-pack-quantized", "marlin-24"})
-_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+from k3_checkpoint.formats import (
+    CONFIG_KEYS,
+    INT4_PACKED,
+    INT4_WEIGHTS,
+    MIXED_PRECISION,
+    MXFP4_PACKED,
+    MXFP4_WEIGHTS,
+    OTHER_PACKED,
+    descriptions,
+    group_format,
+)
+
 # May be left out, and then mean the same.
 _IMPLIED = frozenset({"strategy", "symmetric"})
 # What the source says about its e8m0 scales; the result's are bfloat16, like the model.
@@ -27,11 +30,11 @@ _OF_SCALES = ("scale_dtype", "zp_dtype")
 
 def check_config(config: dict[str, Any]) -> Iterator[str]:
     """Yield what keeps a model from being converted, as far as config.json tells."""
-    found = list(_quantized(config))
+    found = list(descriptions(config))
     if not found:
         yield (
-            f"no {KEYS[0]}: expected compressed-tensors {MXFP4_FORMAT}, found a model that is not "
-            "quantized"
+            f"no {CONFIG_KEYS[0]}: expected compressed-tensors {MXFP4_PACKED}, found a model that "
+            "is not quantized"
         )
     for place, quantization in found:
         for problem in _check_quantization(quantization):
@@ -50,16 +53,20 @@ def converted_config(
         kept: Containers that stay in MXFP4.
     """
     result = copy.deepcopy(config)
-    for _, quantization in _quantized(result):
+    for _, quantization in descriptions(result):
         groups = quantization["config_groups"]
-        mxfp4 = {name: group for name, group in groups.items() if _is_mxfp4(group, quantization)}
+        mxfp4 = {
+            name: group
+            for name, group in groups.items()
+            if group_format(group, quantization) == MXFP4_PACKED
+        }
         if kept:
             # A target that is a name or a pattern comes before one that is a class ("Linear").
             first = copy.deepcopy(next(iter(mxfp4.values())))
             first["targets"] = [target(name) for name in sorted(converted)]
             _make_int4(first)
             for group in mxfp4.values():
-                group["format"] = MXFP4_FORMAT
+                group["format"] = MXFP4_PACKED
             name = "int4"
             while name in groups:
                 name += "_"
@@ -68,7 +75,7 @@ def converted_config(
             for group in mxfp4.values():
                 _make_int4(group)
         formats = {g.get("format") for g in quantization["config_groups"].values()}
-        quantization["format"] = INT4_FORMAT if formats == {INT4_FORMAT} else MIXED_FORMAT
+        quantization["format"] = INT4_PACKED if formats == {INT4_PACKED} else MIXED_PRECISION
     return result
 
 
@@ -79,27 +86,10 @@ def target(container: str) -> str:
     return f"re:^{re.escape(container)}\\.\\d+\\..*"
 
 
-def _quantized(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every description of a quantization, wherever it stands, with its place."""
-    if isinstance(config, dict):
-        for name, value in config.items():
-            if name not in KEYS:
-                yield from _quantized(value, f"{place}{name}.")
-            elif value is not None:
-                yield f"{place}{name}", value
-    elif isinstance(config, list):
-        for i, value in enumerate(config):
-            yield from _quantized(value, f"{place}{i}.")
-
-
-def _is_mxfp4(group: dict[str, Any], quantization: dict[str, Any]) -> bool:
-    return (group.get("format") or quantization.get("format")) == MXFP4_FORMAT
-
-
 def _make_int4(group: dict[str, Any]) -> None:
     weights = {k: v for k, v in group["weights"].items() if k not in _OF_SCALES}
-    group["weights"] = weights | _INT4 | {"dynamic": False}
-    group["format"] = INT4_FORMAT
+    group["weights"] = weights | INT4_WEIGHTS | {"dynamic": False}
+    group["format"] = INT4_PACKED
     # Nothing quantizes activations for int4 weights with groups of 32.
     group["input_activations"] = None
 
@@ -107,15 +97,15 @@ def _make_int4(group: dict[str, Any]) -> None:
 def _check_quantization(quantization: Any) -> Iterator[str]:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method != "compressed-tensors":
-        yield f"quant_method: expected compressed-tensors ({MXFP4_FORMAT}), found {method!r}"
+        yield f"quant_method: expected compressed-tensors ({MXFP4_PACKED}), found {method!r}"
         return
     format_ = quantization.get("format")
     groups = quantization.get("config_groups")
-    if format_ == INT4_FORMAT:
-        yield f"format: found {INT4_FORMAT}: the checkpoint holds integers already"
+    if format_ == INT4_PACKED:
+        yield f"format: found {INT4_PACKED}: the checkpoint holds integers already"
         return
-    if format_ not in (MXFP4_FORMAT, MIXED_FORMAT):
-        yield f"format: expected {MXFP4_FORMAT}, found {format_!r}"
+    if format_ not in (MXFP4_PACKED, MIXED_PRECISION):
+        yield f"format: expected {MXFP4_PACKED}, found {format_!r}"
         return
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         yield f"config_groups: expected groups by name, found {groups!r}"
@@ -123,9 +113,9 @@ def _check_quantization(quantization: Any) -> Iterator[str]:
     seen = 0
     for name, group in groups.items():
         own = group.get("format") or format_
-        if own in _PACKED_FORMATS:
-            yield f"config_groups.{name}: {own} beside {MXFP4_FORMAT} is not supported"
-        if not _is_mxfp4(group, quantization):
+        if own in OTHER_PACKED:
+            yield f"config_groups.{name}: {own} beside {MXFP4_PACKED} is not supported"
+        if group_format(group, quantization) != MXFP4_PACKED:
             continue
         seen += 1
         weights, targets = group.get("weights"), group.get("targets")
@@ -134,9 +124,9 @@ def _check_quantization(quantization: Any) -> Iterator[str]:
         if not isinstance(weights, dict):
             yield f"config_groups.{name}.weights: expected an object, found {weights!r}"
             continue
-        for key, expected in _MXFP4.items():
+        for key, expected in MXFP4_WEIGHTS.items():
             value = weights.get(key)
             if value != expected and not (value is None and key in _IMPLIED):
                 yield f"config_groups.{name}.weights.{key}: expected {expected!r}, found {value!r}"
     if not seen:
-        yield f"config_groups: no group in {MXFP4_FORMAT}"
+        yield f"config_groups: no group in {MXFP4_PACKED}"

@@ -7,6 +7,7 @@ be written down in config.json and loaded by nothing, so it is refused.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,12 +58,7 @@ def select(
         if (not include or any(fnmatchcase(name, glob) for glob in include))
         and not any(fnmatchcase(name, glob) for glob in exclude)
     }
-    of_all: dict[str, int] = {}
-    of_chosen: dict[str, int] = {}
-    for name in modules:
-        of_all[container(name)] = of_all.get(container(name), 0) + 1
-    for name in chosen:
-        of_chosen[container(name)] = of_chosen.get(container(name), 0) + 1
+    of_all, of_chosen = Counter(map(container, modules)), Counter(map(container, chosen))
     problems += [
         f"{shown(name)}: {count:,} of its {of_all[name]:,} modules are chosen; expected all or none"
         for name, count in of_chosen.items()

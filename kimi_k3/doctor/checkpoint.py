@@ -5,34 +5,27 @@
 Reads config.json, the index and headers; never a weight, and never the network.
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from k3_checkpoint.check import CheckpointError, check_checkpoint
-from k3_checkpoint.headers import Entry, HeaderError, read_header
-from k3_checkpoint.spec import ExpertFormat, ModelSpec
-from k3_checkpoint.tensors import Role, checkpoint_tensors
+from k3_checkpoint import Checkpoint, Kind
+from k3_checkpoint.check import find_problems
+from k3_checkpoint.files import CONFIG_NAME, find_folder
+from k3_checkpoint.files import NoSuchModelError as NoSuchModelError
+from k3_checkpoint.formats import Format
+from k3_checkpoint.spec import ModelSpec
 from kimi_k3.cli.units import size
 from kimi_k3.convert.source import WORK_NAME
-from kimi_k3.doctor.experts import Format, declared
 from kimi_k3.doctor.findings import Finding, Level
-from kimi_k3.rehearsal.config import read_config
-from kimi_k3.rehearsal.index import shards
+from kimi_k3.rehearsal.config import check_config
 
 AREA = "checkpoint"
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight(_packed)?$")
 _SHOWN = 5
-
-
-class NoSuchModelError(ValueError):
-    """Neither a folder nor the id of a model on the hub."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +47,7 @@ def locate(name: str) -> Model:
     Raises:
         NoSuchModelError: The name can be neither.
     """
-    path = Path(name)
-    if name and path.is_dir():
-        return Model(path, name)
-    if name and path.exists():
-        raise NoSuchModelError(f"{name}: expected a checkpoint's folder, found a file")
-    if not _HUB_ID.fullmatch(name):
-        raise NoSuchModelError(
-            f"{name!r}: expected a checkpoint's folder or a hub id such as moonshotai/Kimi-K3, "
-            "found no such folder"
-        )
-    return Model(_cached(name), name)
-
-
-def _cached(repository: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repository, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    return Model(find_folder(name), name)
 
 
 def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Finding]]:
@@ -93,21 +69,30 @@ def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Findi
             f"on with --resume: kimi-k3 convert SRC {quote(str(model.folder))} --resume"
         )
         return None, None, [Finding(AREA, "files", Level.PROBLEM, text)]
-    try:
-        config = read_config(model.folder)
-    except FileNotFoundError:
-        text = f"{model.folder} has none: it is no checkpoint, or not a complete one"
-        return None, None, [Finding(AREA, "config.json", Level.PROBLEM, text)]
-    except (OSError, ValueError, KeyError) as error:
-        what = f"found no {error}" if isinstance(error, KeyError) else str(error)
-        return None, None, [Finding(AREA, "config.json", Level.PROBLEM, what)]
+    checkpoint = Checkpoint.open(model.folder)
+    if (wrong := _config_problem(checkpoint)) is not None:
+        return None, None, [Finding(AREA, CONFIG_NAME, Level.PROBLEM, wrong)]
+    config = checkpoint.config
     findings = list(_judge_config(config))
-    named = declared(config)
-    found, files = _look_at_shards(model.folder, named)
+    stored, files = _judge_shards(checkpoint)
     whole = not any(finding.level is Level.PROBLEM for finding in files)
-    if whole and found is not None:
-        files += _check(model.folder, config, found)
-    return config, found, findings + files
+    if whole and stored is not None:
+        files.append(_judge_tensors(checkpoint, stored))
+    return config, stored, findings + files
+
+
+def _config_problem(checkpoint: Checkpoint) -> str | None:
+    if not (checkpoint.folder / CONFIG_NAME).exists():
+        return f"{checkpoint.folder} has none: it is no checkpoint, or not a complete one"
+    try:
+        for problem in checkpoint.of_kind(Kind.CONFIG):
+            return problem.text
+        check_config(checkpoint.config)
+    except KeyError as error:
+        return f"found no {error}"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _judge_config(config: dict[str, Any]) -> Iterator[Finding]:
@@ -124,38 +109,23 @@ def _judge_config(config: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _look_at_shards(folder: Path, named: Format) -> tuple[Format | None, list[Finding]]:
-    try:
-        files = shards(folder)
-    except (OSError, ValueError) as error:
-        return None, [Finding(AREA, "shards", Level.PROBLEM, str(error))]
-    broken, total = [], 0
-    formats: Counter[Format] = Counter()
-    for file in files:
-        try:
-            entries = read_header(file)
-            total += file.stat().st_size
-        except (OSError, HeaderError) as error:
-            broken.append(f"{file.name}: {error}")
-            continue
-        formats.update(
-            _stored(entry) for name, entry in entries.items() if _EXPERT.search(name) is not None
-        )
-    if broken:
-        more = f"; and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        text = f"{len(broken)} of {len(files)} are damaged: {'; '.join(broken[:_SHOWN])}{more}"
+def _judge_shards(checkpoint: Checkpoint) -> tuple[Format | None, list[Finding]]:
+    if (missing := checkpoint.missing_shards()) is not None:
+        return None, [Finding(AREA, "shards", Level.PROBLEM, missing)]
+    for problem in checkpoint.of_kind(Kind.INDEX):
+        return None, [Finding(AREA, "shards", Level.PROBLEM, str(problem))]
+    count = len(checkpoint.shards)
+    if broken := checkpoint.of_kind(Kind.SHARD):
+        text = f"{len(broken)} of {count} are damaged: {_joined(broken)}"
         return None, [Finding(AREA, "shards", Level.PROBLEM, text)]
-    findings = [
-        Finding(AREA, "shards", Level.OK, f"{len(files)} files, {size(total)}, headers are sound")
-    ]
-    stored, finding = _judge_formats(formats, named)
-    return stored, [*findings, finding]
+    text = f"{count} files, {size(checkpoint.nbytes)}, headers are sound"
+    stored, finding = _judge_formats(checkpoint.stored(), checkpoint.declared)
+    return stored, [Finding(AREA, "shards", Level.OK, text), finding]
 
 
-def _stored(entry: Entry) -> Format:
-    return {"U8": Format.MXFP4, "I32": Format.INT4}.get(
-        entry.dtype, Format.PLAIN if entry.dtype in ("BF16", "F16", "F32") else Format.OTHER
-    )
+def _joined(problems: Sequence[object]) -> str:
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(map(str, problems[:_SHOWN])) + more
 
 
 def _judge_formats(formats: Counter[Format], named: Format) -> tuple[Format | None, Finding]:
@@ -177,44 +147,17 @@ def _judge_formats(formats: Counter[Format], named: Format) -> tuple[Format | No
     return stored, Finding(AREA, subject, Level.OK, f"{stored}, {count:,} matrices")
 
 
-def _check(folder: Path, config: dict[str, Any], stored: Format) -> Iterator[Finding]:
+def _judge_tensors(checkpoint: Checkpoint, stored: Format) -> Finding:
     """Hold every tensor to what config.json asks for."""
-    subject = "tensors"
+    judged = (Format.MXFP4, Format.PLAIN, Format.INT4)
+    problems: Sequence[object]
     try:
-        spec = ModelSpec.from_config(config)
-        check_checkpoint(folder, spec, experts=stored in (Format.MXFP4, Format.PLAIN))
-        problems = list(int4_problems(folder, spec)) if stored is Format.INT4 else []
-    except CheckpointError as error:
-        problems = error.problems
+        spec = ModelSpec.from_config(checkpoint.config)
+        problems = find_problems(checkpoint, spec, stored if stored in judged else None)
     except ValueError as error:
-        problems = [str(error)]
+        problems = [error]
     except TypeError as error:
         problems = [f"config.json: a size of the wrong kind: {error}"]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        yield Finding(AREA, subject, Level.PROBLEM, "; ".join(problems[:_SHOWN]) + more)
-    else:
-        yield Finding(AREA, subject, Level.OK, "all are there, with the right shapes")
-
-
-def int4_problems(folder: Path, spec: ModelSpec) -> Iterator[str]:
-    """Yield what is wrong with the int4 experts of a model."""
-    found: dict[str, Entry] = {}
-    for file in shards(folder):
-        found |= read_header(file)
-    for tensor in checkpoint_tensors(replace(spec, expert_format=ExpertFormat.MXFP4)):
-        if tensor.role is Role.CODES:
-            rows, half = tensor.shape
-            expected = Entry("I32", (rows, half // 4))
-        elif tensor.role is Role.SCALES:
-            expected = Entry("BF16", tensor.shape)
-        else:
-            continue
-        entry = found.get(tensor.name)
-        if entry is None:
-            yield f"{tensor.name}: in no shard"
-        elif entry != expected:
-            yield (
-                f"{tensor.name}: expected {expected.dtype} {list(expected.shape)}, found "
-                f"{entry.dtype} {list(entry.shape)}"
-            )
+        return Finding(AREA, "tensors", Level.PROBLEM, _joined(problems))
+    return Finding(AREA, "tensors", Level.OK, "all are there, with the right shapes")

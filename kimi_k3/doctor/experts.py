@@ -5,27 +5,16 @@
 Judges records; imports neither torch nor vLLM.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from k3_checkpoint.formats import Format as Format
 from kimi_k3.doctor.findings import Finding, Level
 from kimi_k3.doctor.machine import Kind, Machine
 
 AREA = "experts"
 SUBJECT = "kernel"
 INT4_FLAG = "--quantization-config.moe.weight int4_per_group_32"
-
-
-class Format(StrEnum):
-    """How a checkpoint stores routed experts."""
-
-    MXFP4 = "MXFP4"
-    INT4 = "int4"
-    MIXED = "MXFP4 and int4"
-    PLAIN = "unquantized"
-    OTHER = "of another format"
 
 
 @dataclass(frozen=True)
@@ -43,38 +32,6 @@ class Way:
     arguments: tuple[str, ...] = ()
     expands: bool = False
     converts: bool = False
-
-
-def declared(config: Mapping[str, Any]) -> Format:
-    """Return the format that config.json, of the full or of the text model, names."""
-    text = config.get("text_config", config)
-    quantization = text.get("quantization_config") or config.get("quantization_config")
-    if not quantization:
-        return Format.PLAIN
-    if not isinstance(quantization, Mapping):
-        return Format.OTHER
-    named = quantization.get("format")
-    if named == "mxfp4-pack-quantized":
-        return Format.MXFP4
-    groups = quantization.get("config_groups")
-    formats = {
-        _declared_group(group, named)
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    }
-    if formats == {Format.MXFP4, Format.INT4}:
-        return Format.MIXED
-    return formats.pop() if len(formats) == 1 else Format.OTHER
-
-
-def _declared_group(group: Any, outer: Any) -> Format:
-    group = group if isinstance(group, Mapping) else {}
-    weights = group.get("weights")
-    weights = weights if isinstance(weights, Mapping) else {}
-    named = group.get("format") or outer
-    if named == "mxfp4-pack-quantized":
-        return Format.MXFP4
-    scheme = (weights.get("num_bits"), weights.get("type"), weights.get("group_size"))
-    return Format.INT4 if named == "pack-quantized" and scheme == (4, "int", 32) else Format.OTHER
 
 
 def way(machine: Machine, found: Format) -> Way:

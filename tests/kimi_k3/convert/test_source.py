@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index leads away": (
         lambda f: reindex(f, lambda m: m.update(norm="../x.safetensors")),
-        "expected names of files in the same folder",
+        "expected names of files beside it",
     ),
     "index of numbers": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 3}}'), "found 3"),
     "header no JSON": (raw(b"{nonsense"), f"{A}: its header is no safetensors header"),
@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config no JSON": (lambda f: (f / "config.json").write_text("?"), "config.json: expected JSON"),
     "config a list": (
         lambda f: (f / "config.json").write_text("[]"),
-        "expected an object, found list",
+        "expected a JSON object, found list",
     ),
     "not quantized": (
         lambda f: (f / "config.json").write_text("{}"),

@@ -4,9 +4,10 @@
 
 import pytest
 
-from k3_checkpoint.spec import quantization_config
+from k3_checkpoint.formats import declared_format as declared
+from k3_checkpoint.formats import quantization_config
 from kimi_k3.convert.quantization import converted_config
-from kimi_k3.doctor.experts import INT4_FLAG, Format, declared, way
+from kimi_k3.doctor.experts import INT4_FLAG, Format, way
 from kimi_k3.doctor.findings import Level
 from kimi_k3.doctor.machine import Aiter, Kind, Machine
 
