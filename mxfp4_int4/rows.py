@@ -29,8 +29,8 @@ def convert_rows(
     codes, scales = memoryview(codes).cast("B"), memoryview(scales).cast("B")
     if len(codes) != GROUP_BYTES * len(scales) or rows < 1 or len(scales) % rows:
         raise ConversionInputError(
-            f"expected codes of [rows, K/2] and scales of [rows, K/32] bytes, received {len(codes)} "
-            f"and {len(scales)} bytes for {rows} rows"
+            "expected codes of [rows, K/2] and scales of [rows, K/32] bytes, received "
+            f"{len(codes)} and {len(scales)} bytes for {rows} rows"
         )
     if not codes:
         return memoryview(b""), memoryview(b"")

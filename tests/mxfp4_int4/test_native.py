@@ -58,8 +58,11 @@ def test_under_sanitizers(tmp_path):
     flags = "-std=c11 -O3 -g -Wall -Wextra -Werror -fsanitize=address,undefined"
     flags += " -msse4.2" if platform.machine() == "x86_64" else ""
     built = subprocess.run(
-        [COMPILER, *flags.split(), "-fno-sanitize-recover=all", "-I", tmp_path, "-o", program]
-        + ["-I", ROOT / "mxfp4_int4", ROOT / "tests/mxfp4_int4/support/native_main.c"],
+        [
+            *(COMPILER, *flags.split(), "-fno-sanitize-recover=all", "-o", program),
+            *("-I", tmp_path, "-I", ROOT / "mxfp4_int4"),
+            ROOT / "tests/mxfp4_int4/support/native_main.c",
+        ],
         text=True,
         capture_output=True,
     )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""The extension is used where it is; without it the same bits come from torch, and it is said why."""
+"""The extension is used where it is; without it torch gives the same bits, and it is said why."""
 
 import ctypes
 import logging
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_without_it_torch_gives_the_same_bits(kind, monkeypatch, tmp_path, said)
     """Said once, with the reason; an error for those who insist."""
     junk = tmp_path / "junk.so"
     junk.write_bytes(b"junk")
-    other = next(line.split()[-1] for line in open("/proc/self/maps") if "/libc" in line)
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    other = next(line.split()[-1] for line in mapped if "/libc" in line)
     if kind == "an old CPU":
         if native_library.library() is None:
             pytest.skip("this installation has no compiled code")

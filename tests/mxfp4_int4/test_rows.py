@@ -96,7 +96,8 @@ WITHOUT_TORCH = """
 import sys
 from kimi_k3.convert import kernel
 kernel.check_device("cpu")
-new, bits = kernel.convert_rows(memoryview(bytearray(64)), memoryview(bytearray(4)), 2, "mse", "cpu")
+codes, scales = memoryview(bytearray(64)), memoryview(bytearray(4))
+new, bits = kernel.convert_rows(codes, scales, 2, "mse", "cpu")
 try:
     kernel.convert_rows(memoryview(bytearray(16)), memoryview(b"\\xff"), 1, "mse", "cpu")
 except ValueError as error:
