@@ -8,7 +8,7 @@
 Verifies every result before it times anything, runs the variants in turn within each round, and
 reports medians with the spread (quartiles): each of a layer's two matrices alone, and one after the
 other as a load converts them. Bytes over time are the packed MXFP4 bytes. On a CPU
-both implementations are timed: compiled code ("mse", "absmax") where there is a compiler, and torch
+both implementations are timed: compiled code ("mse", "absmax") where this installation has it, and torch
 ("lookup ..."). The recipe writes AITER's layout, whatever the others write. Never a test: a result
 that differs ends the run with an error.
 """
@@ -28,7 +28,7 @@ from _options import device, json_file, positive
 from _result import machine, spread, write
 from recipe import convert_step_by_step
 
-from mxfp4_int4 import native
+from mxfp4_int4 import native_library
 from mxfp4_int4.convert import (
     LOOKUP,
     NAIVE,
@@ -37,7 +37,6 @@ from mxfp4_int4.convert import (
     _convert,
     pick_implementation,
 )
-from mxfp4_int4.errors import NativeCodeError
 from mxfp4_int4.layouts import LAYOUTS
 
 HIDDEN, INTERMEDIATE, EXPERTS = 3584, 3072, 896  # Kimi-K3's routed experts
@@ -134,10 +133,8 @@ def implementations(device: str) -> dict[str, Implementation]:
     """By the prefix of their variants' names; the fastest has none."""
     if device == "cuda":
         return {"": pick_implementation(torch.device(device))}
-    try:
-        native.library()
-    except NativeCodeError as error:
-        print(f"no compiled code, torch only: {error}")
+    if native_library.library() is None:
+        print("this installation has no compiled code: torch only")
         return {"": LOOKUP}
     return {"": NATIVE, "lookup ": LOOKUP}
 

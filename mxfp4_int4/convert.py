@@ -13,18 +13,18 @@ from importlib.util import find_spec
 
 import torch
 
-from . import lookup, naive, native
+from . import lookup, naive, native, native_library
 from .blocks import scale_part, slabs
 from .dequant import ConvertedExperts
 from .errors import ConversionInterruptedError
 from .inputs import (
     check_in_place,
     check_layout_fits,
-    check_options,
     check_source,
     check_values,
 )
-from .layouts import Layout, ScaleRule, is_aligned, scale_shape, weight_spec
+from .layouts import is_aligned, scale_shape, weight_spec
+from .options import Layout, ScaleRule, check_options
 from .stats import ConversionStats, measure
 
 
@@ -55,16 +55,15 @@ NATIVE = Implementation(native.convert_slab, lookup.converts_in_place, native.la
 SLAB_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 
 
-def pick_implementation(device: torch.device, packed_bytes: int = 0) -> Implementation:
-    """The fastest implementation for tensors on `device`, of which so many bytes are to be
-    converted: on a CPU few are not worth a compiler's time (see `native`)."""
+def pick_implementation(device: torch.device) -> Implementation:
+    """The fastest implementation for tensors on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
         from . import triton_kernel as fused
 
         return Implementation(
             fused.convert_slab, fused.converts_in_place, fused.largest_byte, fused.guard
         )
-    if device.type == "cpu" and native.is_worth(packed_bytes):
+    if device.type == "cpu" and native_library.library() is not None:
         return NATIVE
     return LOOKUP
 
@@ -120,7 +119,7 @@ def _convert(
     check_layout_fits(layout, shape)
     if in_place:
         check_in_place(weight, scale, layout)
-    work = implementation or pick_implementation(weight.device, weight.numel())
+    work = implementation or pick_implementation(weight.device)
     size, dtype = weight_spec(layout, shape)
     if in_place and weight.numel():
         out_weight = weight.view(dtype)

@@ -5,11 +5,13 @@
 Everything is an integer. Values are in half units: the e2m1 magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6
 are 0, 1, 2, 3, 4, 6, 8, 12 half units of 2^(b-128), b being the group's e8m0 byte. A candidate
 scale is a numerator over 128. The reasons are in docs/conversion.md. This module holds no
-tensors and never touches data: `naive`, `lookup` and `triton_kernel` build their tables from it.
+tensors and never touches data: every implementation builds its tables from it.
 """
 
-GROUP_SIZE = 32
+GROUP_SIZE = 32  # values that share a scale, along K
+GROUP_BYTES = GROUP_SIZE // 2  # of packed codes
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # half units, by e2m1 code 0..7 (code bit 3: the sign)
+SIGNED = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # by e2m1 code
 
 # Candidate scales of the "mse" rule in half units / 128, in the order that breaks ties.
 #   1, 2, 3              every group that some scale holds exactly is exact at +1, -1, 2 or 3
@@ -18,10 +20,14 @@ MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # half units, by e2m1 code 0..7 (code bi
 #   153                  the bf16 of 1e-6/7 at byte 105: what "absmax" stores where it clamps
 CANDIDATES = (128, -128, 256, 384, 192, -192, 176, -176, 200, -200, 219, 146, 153)
 
+KEY = 16  # the candidate with the least KEY * error + number is chosen
+
 # The "absmax" rule: amax is raised to at least 1e-6. 1e-6 / 7 as bf16 is 153/128 * 2^-23.
 ABSMAX_FLOOR_BITS = 0x3419
 # For each magnitude, the largest byte at which that magnitude is under 1e-6.
 ABSMAX_FLOOR_BYTE = (255, 108, 107, 106, 106, 105, 105, 104)
+# The bytes for which the codes under the floor differ.
+FLOOR_BYTES = range(100, 109)
 # bf16 of amax/7 is 219 or 146 (over 128) times a power of two: bits = 128 * byte + this.
 ABSMAX_SCALE_OFFSET = tuple(
     0
@@ -61,3 +67,21 @@ def absmax_code(value: int, largest: int, byte: int) -> int:
     else:
         size = (14 * abs(value) + largest) // (2 * largest)
     return -size if value < 0 else size
+
+
+def mse_maps() -> list[dict[int, int]]:
+    """Value (half units) to code, by candidate."""
+    return [{v: candidate_code(v, c) for v in SIGNED} for c in CANDIDATES]
+
+
+def absmax_maps() -> list[dict[int, int]]:
+    """Value to code, by largest magnitude above the floor, then by byte (FLOOR_BYTES) under it."""
+
+    def code_map(largest: int, byte: int) -> dict[int, int]:
+        return {v: absmax_code(v, largest, byte) for v in SIGNED if abs(v) <= largest}
+
+    maps = [code_map(m, 200) for m in MAGNITUDES]
+    for byte in FLOOR_BYTES:
+        sizes = [m for m, top in zip(MAGNITUDES, ABSMAX_FLOOR_BYTE, strict=True) if byte <= top]
+        maps.append(code_map(max(sizes), byte))
+    return maps

@@ -9,9 +9,10 @@ import torch
 
 from .definition import GROUP_SIZE
 from .errors import ConversionDtypeError, ConversionInputError
-from .inputs import check_layout, check_source
+from .inputs import check_source
 from .layouts import gather_scales, scale_shape, unpack_codes, weight_spec
 from .naive import unpack_values
+from .options import check_layout
 from .stats import ConversionStats
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

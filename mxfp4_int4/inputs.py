@@ -8,33 +8,11 @@ import torch
 
 from .definition import GROUP_SIZE, OVERFLOW
 from .errors import ConversionDtypeError, ConversionInputError
-from .layouts import AITER_ROWS, LAYOUTS, SCALE_RULES
+from .layouts import AITER_ROWS
+from .options import value_error
 
 E8M0 = getattr(torch, "float8_e8m0fnu", None)
 DEVICES = ("cpu", "cuda")  # a ROCm device is called "cuda" in torch
-
-
-def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ConversionInputError(f"layout: expected one of {LAYOUTS}, received {layout!r}")
-
-
-def check_options(layout: str, scale_rule: str, chunk_experts: int, in_place: bool) -> None:
-    """Options alone, and against each other."""
-    check_layout(layout)
-    if scale_rule not in SCALE_RULES:
-        raise ConversionInputError(
-            f"scale_rule: expected one of {SCALE_RULES}, received {scale_rule!r}"
-        )
-    if isinstance(chunk_experts, bool) or not isinstance(chunk_experts, int) or chunk_experts < 1:
-        raise ConversionInputError(
-            f"chunk_experts: expected an integer of 1 or more, received {chunk_experts!r}"
-        )
-    if in_place and layout == "plain":
-        raise ConversionInputError(
-            'in_place: layout "plain" takes a byte a value, twice the MXFP4 bytes, and does not '
-            "fit their storage; use in_place=False or a packed layout"
-        )
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
@@ -192,16 +170,4 @@ def check_values(
             first = (expert, int(rows[i]), int(groups[i]), int(byte[i]))
     if first is None:
         return
-    e, row, group, byte_value = first
-    why = (
-        "is NaN"
-        if byte_value == 255
-        else f"makes values of 2^128 or more (2^{byte_value - 127} times a code up to 6.0), which "
-        "bfloat16 cannot hold"
-    )
-    raise ConversionInputError(
-        f"expert {e}, row {row}, group {group} (values {group * GROUP_SIZE} to "
-        f"{(group + 1) * GROUP_SIZE - 1} along K): scale byte {byte_value} {why}; {count} such "
-        f"group{'s' if count != 1 else ''} in all. Expected bytes 0..254 and finite values: the "
-        "checkpoint is damaged or not MXFP4. Nothing was written."
-    )
+    raise value_error(*first, count)

@@ -12,14 +12,25 @@ without these steps. This module rounds nothing and chooses nothing.
 - "plain": one int8 code a value.
 """
 
-from typing import Literal, get_args
-
 import torch
 
-Layout = Literal["aiter", "pack_quantized", "plain"]
-ScaleRule = Literal["mse", "absmax"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
-SCALE_RULES: tuple[str, ...] = get_args(ScaleRule)
+from .options import LAYOUTS, SCALE_RULES, Layout, ScaleRule
+
+__all__ = [
+    "AITER_ROWS",
+    "LAYOUTS",
+    "SCALE_RULES",
+    "Layout",
+    "ScaleRule",
+    "aligned",
+    "gather_scales",
+    "is_aligned",
+    "pack_codes",
+    "place_scales",
+    "scale_shape",
+    "unpack_codes",
+    "weight_spec",
+]
 
 AITER_ROWS = 16
 

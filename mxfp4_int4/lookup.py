@@ -19,41 +19,35 @@ from .definition import (
     ABSMAX_FLOOR_BYTE,
     ABSMAX_SCALE_OFFSET,
     CANDIDATES,
+    FLOOR_BYTES,
+    GROUP_BYTES,
+    KEY,
     MAGNITUDES,
 )
 from .layouts import aligned, place_scales
-from .lookup_tables import (
-    BYTES,
-    FLOOR_BYTES,
-    KEY,
-    NORM,
-    ROWS,
-    WIDTH,
-    absmax_codes,
-    mse_codes,
-    sum_table,
-)
+from .lookup_tables import BYTES, NORM, ROWS, WIDTH, code_table, sum_table
 
 # Lanes of a block: many, so that starting an operation costs little, yet so few in all threads
 # together that their working memory (about 300 bytes a group) stays under 48 MiB.
 BLOCK_GROUPS = 32768
 ALL_GROUPS = 131072
-PACKED = 16  # bytes of a group
 Job = tuple[torch.Tensor, torch.Tensor, str, str, torch.Tensor, torch.Tensor]
 _NEGATIVE = sum((c < 0) << i for i, c in enumerate(CANDIDATES))
 
 
 class Buffers:
-    """Working memory of one thread for up to `groups` groups, reused from block to block: fresh
-    memory of this size costs more (page faults) than the work done in it."""
+    """Tables and working memory of one thread for up to `groups` groups, reused from block to
+    block: fresh memory of this size costs more (page faults) than the work done in it."""
 
-    def __init__(self, groups: int, layout: str, device: torch.device) -> None:
+    def __init__(self, groups: int, layout: str, scale_rule: str, device: torch.device) -> None:
+        self.sum_table = sum_table().to(device)
+        self.code_table = code_table(scale_rule, layout).to(device)
         code = torch.uint8 if layout == "pack_quantized" else torch.int16
-        self.index = torch.empty((groups, PACKED), dtype=torch.int32, device=device)
-        self.codes = torch.empty((groups, PACKED), dtype=code, device=device)
-        self.joined = torch.empty((groups, PACKED // 4), dtype=torch.int32, device=device)
+        self.index = torch.empty((groups, GROUP_BYTES), dtype=torch.int32, device=device)
+        self.codes = torch.empty((groups, GROUP_BYTES), dtype=code, device=device)
+        self.joined = torch.empty((groups, GROUP_BYTES // 4), dtype=torch.int32, device=device)
         places = torch.arange(groups, dtype=torch.int32, device=device)
-        self.starts = places * PACKED
+        self.starts = places * GROUP_BYTES
         self.fits = places * (2 * WIDTH) + WIDTH
 
 
@@ -62,8 +56,9 @@ def _choose_mse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [R, 16], rows of `sum_table`, and int32 [R] -> candidate int32 [R], scale bits [R]."""
     groups = len(index)
-    table = sum_table(index.device)
-    sums = torch.embedding_bag(table, index.view(-1), buffers.starts[:groups])[0].view(-1)
+    sums = torch.embedding_bag(buffers.sum_table, index.view(-1), buffers.starts[:groups])[0].view(
+        -1
+    )
     best = torch.max_pool1d(sums.view(1, 1, -1), kernel_size=WIDTH, stride=2 * WIDTH)
     choice = best.view(-1).to(torch.int32).neg_().bitwise_and_(KEY - 1)
     fit = sums.index_select(0, choice + buffers.fits[:groups]).to(torch.int32)
@@ -107,19 +102,17 @@ def _block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 [R, 16], uint8 [R] -> the groups' new bytes in `layout`, each group on its own (in
     `buffers`), and bf16 scale bits int32 [R]."""
-    groups, device = len(packed), packed.device
+    groups = len(packed)
     byte = byte.to(torch.int32)
     index = buffers.index[:groups].copy_(packed)
     index[:, 0].add_(BYTES)
     if scale_rule == "mse":
         choice, bits = _choose_mse(index, byte, buffers)
-        table = mse_codes(layout, device)
     else:
         choice, bits = _choose_absmax(packed, byte)
-        table = absmax_codes(layout, device)
     index.add_(choice.mul_(ROWS)[:, None])
     codes = buffers.codes[:groups]
-    torch.index_select(table, 0, index.view(-1), out=codes.view(-1))
+    torch.index_select(buffers.code_table, 0, index.view(-1), out=codes.view(-1))
     if layout == "aiter":
         four = codes.view(torch.int32)
         codes = torch.add(four[:, 0::2], four[:, 1::2], alpha=16, out=buffers.joined[:groups])
@@ -137,7 +130,7 @@ def _convert_rows(
 ) -> None:
     """One block: uint8 [N, K/2] and [N, G] of one expert into its part of the buffers."""
     n, g = scale.shape
-    packed = aligned(weight).view(-1, PACKED)
+    packed = aligned(weight).view(-1, GROUP_BYTES)
     codes, bits = _block(packed, scale.reshape(-1), layout, scale_rule, buffers)
     if layout == "aiter":
         # int64 is 16 codes, the half of a group: [row, group, half] -> [group, half, row] per tile
@@ -187,12 +180,10 @@ def convert_slab(
                     out_scale[expert][places],
                 )
             )
-    # Tables first, once, rather than by every thread.
-    (mse_codes if scale_rule == "mse" else absmax_codes)(layout, weight.device)
-    sum_table(weight.device)
+    code_table(scale_rule, layout), sum_table()  # once, rather than by every thread
 
     def worker() -> Callable[[Job], None]:
-        buffers = Buffers(rows * g, layout, weight.device)
+        buffers = Buffers(rows * g, layout, scale_rule, weight.device)
         return lambda job: _convert_rows(*job, buffers)
 
     run_blocks(jobs, threads, worker)

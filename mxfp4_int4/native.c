@@ -2,15 +2,17 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 //
 // The conversion on a CPU, in the decisions of naive.py: a block of groups at a time, in integers.
-// native_build.py writes the numbers of definition.py above these lines (CANDIDATES, the tables)
-// and compiles both where they run. The loops over a block are ones that compilers turn into vector
-// code. Allocates nothing, keeps nothing, and touches no byte but those it is given.
+// setup.py has native_numbers.py write native_numbers.h from definition.py and compiles both when the
+// package is installed. The loops over a block are ones that compilers turn into vector code.
+// Allocates nothing, keeps nothing, and touches no byte but those it is given.
 //
 // A group is 16 bytes, four words of 8 codes. In its bit planes, bit 4*i + w of plane p is bit p of
 // code i of word w: a logic operation works on all 32 codes, and a population count counts them.
 
 #include <stddef.h>
 #include <string.h>
+
+#include "native_numbers.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the layouts are those of little-endian machines"
@@ -26,42 +28,44 @@ typedef struct {  // one group a lane
     uint16_t bits[LANES];  // bf16
 } Block;
 
+// All of the code is compiled once for every kind of CPU below.
+#define INLINE static inline __attribute__((always_inline))
+
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint16_t Shorts __attribute__((vector_size(16)));
 
 // table[index[i]] for 16 bytes at once, index under 16: the one thing that C has no form for.
 #if defined(__SSSE3__)
 #include <tmmintrin.h>
-static inline Bytes look_up(Bytes table, Bytes index) {
+INLINE Bytes look_up(Bytes table, Bytes index) {
     return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
 }
 #elif defined(__aarch64__)
 #include <arm_neon.h>
-static inline Bytes look_up(Bytes table, Bytes index) {
+INLINE Bytes look_up(Bytes table, Bytes index) {
     return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
 }
 #else
 #error "needs SSSE3 or NEON"
 #endif
 
-static inline Bytes load(const void *from) {
+INLINE Bytes load(const void *from) {
     Bytes x;
     memcpy(&x, from, sizeof x);
     return x;
 }
 
-static inline int32_t count(uint32_t plane) {
-#if defined(__AVX512VPOPCNTDQ__)
-    return __builtin_popcount(plane);
-#else
+INLINE int32_t count(uint32_t plane, int vector_popcount) {
+    if (vector_popcount) return __builtin_popcount(plane);
     // Not in the form that compilers take for a population count: GCC would not vectorize that.
     plane -= (plane >> 1) & 0x55555555;
     plane = (plane & 0x33333333) + ((plane >> 2) & 0x33333333);
     plane = (plane + (plane >> 4)) & 0x0F0F0F0F;
     plane += plane >> 8;
     return (int32_t)((plane + (plane >> 16)) & 63);
-#endif
 }
+
+#define COUNT(plane) count(plane, popcount)
 
 // Bits of a above the mask, `shift` up, <-> bits of b inside it.
 #define SWAP(a, b, shift, mask)                      \
@@ -94,7 +98,7 @@ static inline int32_t count(uint32_t plane) {
         norm += counts[i] * code * code;                           \
     } while (0)
 
-static void choose_mse(Block *block) {
+INLINE void choose_mse(Block *block, int popcount) {
     // How many codes are 1, 2, 3, 4, 6, 8, 12 half units, -8 and -12.
     int32_t n1[LANES], n2[LANES], n3[LANES], n4[LANES], n6[LANES], n8[LANES], n12[LANES];
     int32_t n8n[LANES], n12n[LANES], choice[LANES];
@@ -102,10 +106,10 @@ static void choose_mse(Block *block) {
     for (int i = 0; i < LANES; i++) {
         PLANES(block->words[i], p0, p1, p2, sign);
         uint32_t none = ~(p0 | p1), low = p0 & ~p1, high = p1 & ~p0, both = p0 & p1;
-        int32_t c1 = count(low & ~p2), c2 = count(high & ~p2), c3 = count(both & ~p2);
-        int32_t c4 = count(none & p2), c6 = count(low & p2), c8 = count(high & p2);
-        int32_t c12 = count(both & p2);
-        int32_t c8n = count(high & p2 & sign), c12n = count(both & p2 & sign);
+        int32_t c1 = COUNT(low & ~p2), c2 = COUNT(high & ~p2), c3 = COUNT(both & ~p2);
+        int32_t c4 = COUNT(none & p2), c6 = COUNT(low & p2), c8 = COUNT(high & p2);
+        int32_t c12 = COUNT(both & p2);
+        int32_t c8n = COUNT(high & p2 & sign), c12n = COUNT(both & p2 & sign);
         int32_t best = INT32_MAX;
         CANDIDATES(TRY)
         choice[i] = best & 15;
@@ -139,7 +143,7 @@ static void choose_mse(Block *block) {
     }
 }
 
-static void choose_absmax(Block *block) {
+INLINE void choose_absmax(Block *block) {
     int32_t largest[LANES], last[LANES], offset[LANES];
     for (int i = 0; i < LANES; i++) {
         PLANES(block->words[i], p0, p1, p2, sign);
@@ -162,13 +166,21 @@ static void choose_absmax(Block *block) {
     }
 }
 
+INLINE void choose(Block *block, int mse, int popcount) {
+    if (mse) {
+        choose_mse(block, popcount);
+    } else {
+        choose_absmax(block);
+    }
+}
+
 // The new codes of group i, by the low nibbles of x and by the high ones.
 #define NEW_CODES(x, i, low, high)                                \
     Bytes low = look_up(load(table[block->map[i]][0]), x & 15);   \
     Bytes high = look_up(load(table[block->map[i]][1]), x >> 4)
 
 // 16 rows of two groups -> [group, half, row, 8 bytes].
-static void write_aiter(const Block *block, const Codes *table, uint8_t *out) {
+INLINE void write_aiter(const Block *block, const Codes *table, uint8_t *out) {
     for (int i = 0; i < LANES; i++) {
         // v0..v7 of a word become v0, v4, v1, v5, v2, v6, v3, v7: middle bytes, middle nibbles.
         Bytes x = load(block->words[i]);
@@ -183,7 +195,7 @@ static void write_aiter(const Block *block, const Codes *table, uint8_t *out) {
     }
 }
 
-static void write_packed(const Block *block, const Codes *table, uint8_t *out) {
+INLINE void write_packed(const Block *block, const Codes *table, uint8_t *out) {
     for (int i = 0; i < LANES; i++) {
         Bytes x = load(block->words[i]);
         NEW_CODES(x, i, low, high);
@@ -193,12 +205,12 @@ static void write_packed(const Block *block, const Codes *table, uint8_t *out) {
 }
 
 // 8 bytes of x, those that `twice` names twice each: the low nibble and the high one.
-static inline Bytes nibbles(Bytes x, Bytes twice) {
+INLINE Bytes nibbles(Bytes x, Bytes twice) {
     Shorts pairs = (Shorts)look_up(x, twice);
     return (Bytes)((pairs & 0x000F) | (pairs >> 4 & 0x0F00));
 }
 
-static void write_plain(const Block *block, const Codes *table, uint8_t *out) {
+INLINE void write_plain(const Block *block, const Codes *table, uint8_t *out) {
     const Bytes front = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, back = front + 8;
     for (int i = 0; i < LANES; i++) {
         Bytes x = load(block->words[i]), codes = load(table[block->map[i]][0]);
@@ -209,8 +221,9 @@ static void write_plain(const Block *block, const Codes *table, uint8_t *out) {
 }
 
 // 16 rows. In place they are first moved to `held`.
-static void convert_tile(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,
-                         ptrdiff_t groups, ptrdiff_t pair_stride, int mse, uint8_t *held) {
+INLINE void convert_tile(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,
+                         ptrdiff_t groups, ptrdiff_t pair_stride, int mse, uint8_t *held,
+                         int popcount) {
     Block block;
     ptrdiff_t row_bytes = groups * PACKED;
     if (weight == out) weight = memcpy(held, weight, (size_t)(TILE_ROWS * row_bytes));
@@ -220,7 +233,7 @@ static void convert_tile(const uint8_t *weight, const uint8_t *scale, uint8_t *o
             memcpy(block.words[i], weight + row * row_bytes + column * PACKED, PACKED);
             block.byte[i] = scale[row * groups + column];
         }
-        (mse ? choose_mse : choose_absmax)(&block);
+        choose(&block, mse, popcount);
         write_aiter(&block, mse ? MSE_CODES[AITER] : ABSMAX_CODES[AITER],
                     out + group * TILE_ROWS * PACKED);
         uint16_t *pairs = bits + group / 2 * pair_stride;
@@ -232,8 +245,8 @@ static void convert_tile(const uint8_t *weight, const uint8_t *scale, uint8_t *o
 }
 
 // Groups one after the other. In place is a matter of course: a block is read before it is written.
-static void convert_run(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,
-                        ptrdiff_t groups, int layout, int mse) {
+INLINE void convert_run(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,
+                        ptrdiff_t groups, int layout, int mse, int popcount) {
     Block block;
     uint8_t last[2 * PACKED * LANES];
     ptrdiff_t new_bytes = layout == PLAIN ? 2 * PACKED : PACKED;
@@ -244,31 +257,84 @@ static void convert_run(const uint8_t *weight, const uint8_t *scale, uint8_t *ou
         uint8_t *place = out + start * new_bytes, *to = some < LANES ? last : place;
         memcpy(block.words, weight + start * PACKED, some * PACKED);
         memcpy(block.byte, scale + start, some);
-        (mse ? choose_mse : choose_absmax)(&block);
-        (layout == PLAIN ? write_plain : write_packed)(&block, table, to);
+        choose(&block, mse, popcount);
+        if (layout == PLAIN) {
+            write_plain(&block, table, to);
+        } else {
+            write_packed(&block, table, to);
+        }
         if (to == last) memcpy(place, last, some * (size_t)new_bytes);
         memcpy(bits + start, block.bits, some * sizeof *bits);
     }
 }
 
-// weight [experts, rows, groups * 16], scale [experts, rows, groups], and in the layout out (may be
-// weight, unless plain) and bits, all contiguous, but for bits in AITER's: an expert lies every
-// expert_stride elements, a pair of groups every pair_stride. held, for AITER's layout: room for 16
-// rows of weight.
-void convert(const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,
-             ptrdiff_t experts, ptrdiff_t rows, ptrdiff_t groups, ptrdiff_t expert_stride,
-             ptrdiff_t pair_stride, int layout, int mse, uint8_t *held) {
+#define PARAMETERS                                                                              \
+    const uint8_t *weight, const uint8_t *scale, uint8_t *out, uint16_t *bits,                  \
+        ptrdiff_t experts, ptrdiff_t rows, ptrdiff_t groups, ptrdiff_t expert_stride,           \
+        ptrdiff_t pair_stride, int layout, int mse, uint8_t *held
+
+INLINE void convert_any(PARAMETERS, int popcount) {
     if (layout != AITER) {
-        convert_run(weight, scale, out, bits, experts * rows * groups, layout, mse);
+        convert_run(weight, scale, out, bits, experts * rows * groups, layout, mse, popcount);
         return;
     }
     for (ptrdiff_t expert = 0; expert < experts; expert++) {
         for (ptrdiff_t row = 0; row < rows; row += TILE_ROWS) {
             ptrdiff_t first = (expert * rows + row) * groups;
             convert_tile(weight + first * PACKED, scale + first, out + first * PACKED,
-                         bits + expert * expert_stride + 2 * row, groups, pair_stride, mse, held);
+                         bits + expert * expert_stride + 2 * row, groups, pair_stride, mse, held,
+                         popcount);
         }
     }
+}
+
+// One version of `convert_any` for each kind of CPU.
+#define VERSION(name, target, popcount)                                                         \
+    target static void name(PARAMETERS) {                                                       \
+        convert_any(weight, scale, out, bits, experts, rows, groups, expert_stride, pair_stride, \
+                    layout, mse, held, popcount);                                               \
+    }
+
+VERSION(convert_baseline, , 0)
+#if defined(__x86_64__)
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,fma"
+VERSION(convert_avx2, __attribute__((target("avx2,bmi,bmi2,fma"))), 0)
+VERSION(convert_avx512, __attribute__((target(AVX512))), 0)
+#define POPCOUNT AVX512 ",avx512vbmi,avx512vpopcntdq,popcnt,tune=icelake-server"
+VERSION(convert_avx512_popcount, __attribute__((target(POPCOUNT))), 1)
+#endif
+
+// Which versions this CPU has: 0 (none), 1 (the baseline), 2 (AVX2 too), 3 (AVX-512), 4 (and its
+// population count).
+int cpu_level(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("sse4.2")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2")) return 1;
+    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")
+        || !__builtin_cpu_supports("avx512dq"))
+        return 2;
+    return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vpopcntdq") ? 4 : 3;
+#else
+    return 1;
+#endif
+}
+
+// weight [experts, rows, groups * 16], scale [experts, rows, groups], and in the layout out (may be
+// weight, unless plain) and bits, all contiguous, but for bits in AITER's: an expert lies every
+// expert_stride elements, a pair of groups every pair_stride. held, for AITER's layout: room for 16
+// rows of weight. level: at most that of `cpu_level`.
+void convert(PARAMETERS, int level) {
+    void (*version)(PARAMETERS) = convert_baseline;
+#if defined(__x86_64__)
+    if (level == 2) version = convert_avx2;
+    if (level == 3) version = convert_avx512;
+    if (level == 4) version = convert_avx512_popcount;
+#else
+    (void)level;
+#endif
+    version(weight, scale, out, bits, experts, rows, groups, expert_stride, pair_stride, layout,
+            mse, held);
 }
 
 uint8_t largest(const uint8_t *bytes, ptrdiff_t count) {

@@ -13,9 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .definition import ABSMAX_FLOOR_BITS, CANDIDATES, MAGNITUDES, OVERFLOW, candidate_error
+from .definition import (
+    ABSMAX_FLOOR_BITS,
+    CANDIDATES,
+    FLOOR_BYTES,
+    KEY,
+    MAGNITUDES,
+    OVERFLOW,
+    candidate_error,
+)
 from .layouts import aligned
-from .lookup_tables import FLOOR_BYTES
 from .triton_bits import (
     PRMT,
     SPELLED,
@@ -51,7 +58,7 @@ _FLOOR_BITS = tl.constexpr(ABSMAX_FLOOR_BITS)
 # Error of each candidate at 1, 2, 3, 4, 6, 8, -8, 12, -12 half units, times 16 so that candidate
 # numbers fit below: the least key is the least error, the first of equals.
 _VALUES = (1, 2, 3, 4, 6, 8, -8, 12, -12)
-_KEYS = tl.constexpr(tuple(tuple(16 * candidate_error(v, c) for v in _VALUES) for c in CANDIDATES))
+_KEYS = tl.constexpr(tuple(tuple(KEY * candidate_error(v, c) for v in _VALUES) for c in CANDIDATES))
 _CANDIDATES = tl.constexpr(len(CANDIDATES))
 _NEGATIVE = tl.constexpr(sum((c < 0) << i for i, c in enumerate(CANDIDATES)))
 
@@ -171,7 +178,7 @@ def _convert_kernel(
     out_weight,  # int64; may be `weight` where IN_PLACE
     out_scale,  # int16
     total,  # groups in all
-    guard,  # int32; where it is not 0, nothing is written
+    guard,  # None, or int32: where it is not 0, nothing is written
     per_expert: tl.constexpr,  # rows, N
     groups: tl.constexpr,  # of a row, G
     LAYOUT: tl.constexpr,
@@ -189,7 +196,8 @@ def _convert_kernel(
     A program reads all its groups before it writes any. In place, SPAN is whole blocks of 16 rows,
     so that no program writes what another one reads.
     """
-    total = tl.where(tl.load(guard) == 0, total, 0)
+    if guard is not None:
+        total = tl.where(tl.load(guard) == 0, total, 0)
     start = tl.program_id(0).to(tl.int64) * SPAN
     if LAYOUT == AITER:
         block = start // (ROWS * groups)
@@ -267,11 +275,6 @@ def _largest_kernel(scale, result, count, BLOCK: tl.constexpr, FLOOR: tl.constex
     largest = tl.max(tl.load(scale + at, mask=at < count, other=0).to(tl.int32), axis=0)
     if largest >= FLOOR:
         tl.atomic_max(result, largest)
-
-
-@lru_cache(maxsize=16)
-def _no_guard(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _largest(scale: torch.Tensor) -> torch.Tensor:
@@ -370,11 +373,11 @@ def convert_slab(
     _convert_kernel[(-(-e * n * g // span),)](
         weight.view(torch.int64),
         scale,
-        tables(scale_rule, layout, weight.device),
+        tables(scale_rule, layout).to(weight.device, non_blocking=True),
         target.view(torch.int64),
         bits,
         e * n * g,
-        _no_guard(weight.device) if unless is None else unless,
+        unless,
         per_expert=n,
         groups=g,
         LAYOUT=_LAYOUT_CODES[layout],

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""The tables of the fused kernel: new codes by map of values to codes, kept on each device."""
+"""The tables of the fused kernel: new codes by map of values to codes. Kept in host memory, and
+given to the device with each call, for the reason that `lookup_tables` states."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
-from .definition import ABSMAX_FLOOR_BYTE, ABSMAX_SCALE_OFFSET, MAGNITUDES
-from .lookup_tables import absmax_maps, mse_maps
+from .definition import (
+    ABSMAX_FLOOR_BYTE,
+    ABSMAX_SCALE_OFFSET,
+    MAGNITUDES,
+    absmax_maps,
+    mse_maps,
+)
 
 
 def _row(codes: dict[int, int], layout: str) -> list[int]:
@@ -21,8 +27,8 @@ def _row(codes: dict[int, int], layout: str) -> list[int]:
     return [above, below, sizes, 0]
 
 
-@lru_cache(maxsize=16)
-def tables(scale_rule: str, layout: str, device: torch.device) -> torch.Tensor:
+@cache
+def tables(scale_rule: str, layout: str) -> torch.Tensor:
     """int64 [maps, 4], maps as `lookup_tables` orders them.
 
     Columns: the new code of each magnitude, one a byte, for values above zero; for values below;
@@ -33,4 +39,4 @@ def tables(scale_rule: str, layout: str, device: torch.device) -> torch.Tensor:
     if scale_rule == "absmax":
         for row, floor, offset in zip(rows, ABSMAX_FLOOR_BYTE, ABSMAX_SCALE_OFFSET, strict=False):
             row[2] = floor + (offset << 32)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")

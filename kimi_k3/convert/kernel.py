@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Rows of MXFP4 bytes to rows of int4 bytes. The only module of this package that uses torch."""
+"""Rows of MXFP4 bytes to rows of int4 bytes. The only module of this package that uses torch, and
+with compiled code on a CPU not even this one does."""
 
-import os
 import struct
-from typing import TYPE_CHECKING
 
 from kimi_k3.convert.options import ConversionFailed
-
-if TYPE_CHECKING:
-    import torch
-
-# Of that package: without these values it never insists on compiled code, so nobody needs to ask.
-_NATIVE, _EASY = "VLLM_KIMI_K3_NATIVE", ("", "0")
+from mxfp4_int4 import GROUP_SIZE, ConversionError, native_library
+from mxfp4_int4 import rows as int4_rows
 
 
 def check_device(device: str) -> None:
@@ -23,13 +18,10 @@ def check_device(device: str) -> None:
             compiled code that cannot be had.
     """
     if device == "cpu":
-        if os.environ.get(_NATIVE, "") not in _EASY:
-            from mxfp4_int4 import ConversionError, native
-
-            try:
-                native.is_worth(0)
-            except ConversionError as error:
-                raise ConversionFailed(f"{error}. Nothing was written") from error
+        try:
+            native_library.library()
+        except ConversionError as error:
+            raise ConversionFailed(f"{error}. Nothing was written") from error
         return
     import torch
 
@@ -58,19 +50,9 @@ def convert_rows(
     Raises:
         ConversionInputError: A value that int4 cannot hold (a ValueError).
     """
-    import torch
-
-    import mxfp4_int4
-
     if not codes:
         return memoryview(b""), memoryview(b"")
-    out = mxfp4_int4.convert_experts(
-        torch.frombuffer(codes, dtype=torch.uint8).view(1, rows, -1).to(device),
-        torch.frombuffer(scales, dtype=torch.uint8).view(1, rows, -1).to(device),
-        layout="pack_quantized",
-        scale_rule=scale_rule,
-    )
-    return _bytes(out.weight), _bytes(out.scale)
+    return int4_rows.convert_rows(codes, scales, rows, scale_rule, device)
 
 
 def library_agrees(codes: memoryview, scales: memoryview, rows: int, columns: int) -> bool:
@@ -95,7 +77,7 @@ def library_agrees(codes: memoryview, scales: memoryview, rows: int, columns: in
         "weight_scale": scale,
         "weight_shape": torch.tensor([rows, columns]),
     }
-    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP_SIZE)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     theirs = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
     ours = mxfp4_int4.dequantize(
@@ -110,9 +92,3 @@ def library_agrees(codes: memoryview, scales: memoryview, rows: int, columns: in
 def shape_bytes(rows: int, columns: int) -> bytes:
     """`weight_shape` as compressed-tensors writes it: int64 `[N, K]`."""
     return struct.pack("<2q", rows, columns)
-
-
-def _bytes(tensor: "torch.Tensor") -> memoryview:
-    import torch
-
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """What `convert_experts` accepts and refuses, what it shares and what it leaves alone."""
 
+from importlib.util import find_spec
+
 import numpy
 import pytest
 import torch
@@ -359,12 +361,20 @@ def test_tensors_without_data_are_refused(trace):
         torch.func.functionalize(convert_traced)(weight, scale)
 
 
+def forget_tables():
+    lookup_tables.sum_table.cache_clear()
+    lookup_tables.code_table.cache_clear()
+    if find_spec("triton"):
+        from mxfp4_int4 import triton_tables
+
+        triton_tables.tables.cache_clear()
+
+
 def test_default_device_and_dtype_of_a_model_loader(converted_by, layout):
     """Loaders run under a default dtype of bfloat16 and a default device; neither is taken over."""
     weight, scale = random_experts(e=1)
     expected = converted_by(weight, scale, layout=layout, collect_stats=True)
-    for table in (lookup_tables.sum_table, lookup_tables.mse_codes, lookup_tables.absmax_codes):
-        table.cache_clear()
+    forget_tables()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
@@ -375,6 +385,42 @@ def test_default_device_and_dtype_of_a_model_loader(converted_by, layout):
     assert same(out, expected)
     assert out.stats == expected.stats
     assert all(v.device.type == "cpu" and v.dtype == torch.float32 for v in values)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_tables_lie_in_host_memory_whatever_the_default_device(device, scale_rule, layout):
+    """So that none outlives a call on a GPU, or lies in a memory pool that is discarded."""
+    forget_tables()
+    with torch.device(device):
+        tables = [lookup_tables.sum_table(), lookup_tables.code_table(scale_rule, layout)]
+        if find_spec("triton"):
+            from mxfp4_int4 import triton_tables
+
+            tables.append(triton_tables.tables(scale_rule, layout))
+    assert {table.device.type for table in tables} == {"cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["fastest", "lookup"])
+def test_nothing_stays_on_the_gpu_and_a_discarded_pool_does_no_harm(implementation, layout):
+    """As vLLM's sleep mode does it: what was allocated in the pool of the first call is gone."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA or ROCm GPU here")
+    chosen = convert.LOOKUP if implementation == "lookup" else None
+    weight, scale = (part.cuda() for part in random_experts())
+    expected = convert._convert(*random_experts(), layout, "mse", 8, False, False, convert.LOOKUP)
+    for _ in range(2):
+        pool = torch.cuda.MemPool()
+        before = torch.cuda.memory_allocated()
+        with torch.cuda.use_mem_pool(pool), torch.device("meta"):
+            out = convert._convert(weight, scale, layout, "mse", 8, False, False, chosen)
+        assert torch.equal(out.weight.cpu(), expected.weight)
+        assert torch.equal(out.scale.cpu(), expected.scale)
+        del out
+        assert torch.cuda.memory_allocated() == before
+        del pool
+        torch.cuda.empty_cache()
+        torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device="cuda")  # takes the freed memory
 
 
 def test_dequantize_refuses_what_is_not_of_the_layout():

@@ -13,7 +13,6 @@ import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-import mxfp4_int4
 from kimi_k3.convert import (
     ConversionFailed,
     ConvertOptions,
@@ -27,6 +26,7 @@ from mxfp4_int4 import (
     ConvertedExperts,
     convert_experts,
     dequantize,
+    native_library,
 )
 from tests.kimi_k3.convert.support.files import (
     all_tensors,
@@ -317,12 +317,8 @@ def test_a_place_is_counted_from_the_first_row_of_the_module(tmp_path, monkeypat
 def test_compiled_code_that_cannot_be_had_is_told_before_anything_is_written(
     source, result, tmp_path, monkeypatch, value, message
 ):
-    def library():
-        raise mxfp4_int4.errors.NativeCodeError("no compiler")
-
     monkeypatch.setenv("VLLM_KIMI_K3_NATIVE", value)
-    monkeypatch.setattr(mxfp4_int4.native, "library", library)
-    monkeypatch.setattr(mxfp4_int4.native._state, "library", None)
+    monkeypatch.setattr(native_library, "_load", lambda: "no compiler")
     with pytest.raises(ConversionFailed, match=message) as failure:
         convert_checkpoint(source, tmp_path / "out", ConvertOptions(workers=2))
     assert failure.value.problems == []
