@@ -31,7 +31,7 @@ def lay_out(packages: list[Path], target: Path) -> None:
 
 
 def main(root: Path) -> int:
-    """Print import-linter's report on `root`; return its exit code, 0 when all contracts are kept."""
+    """Print import-linter's report on `root` and return its exit code, 0 when all is well."""
     config = root / "pyproject.toml"
     names = tomllib.loads(config.read_text())["tool"]["importlinter"]["root_packages"]
     with tempfile.TemporaryDirectory() as folder:

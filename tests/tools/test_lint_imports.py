@@ -19,7 +19,7 @@ TREE = {
     "k3_checkpoint/spec.py": "import mxfp4_int4.definition\n",
     # Not the installed vLLM: a folder without __init__.py, with names that upstream lacks.
     "vllm/config/vllm.py": "from vllm.models.kimi_k3 import serving\n",
-    "vllm/models/kimi_k3/serving.py": "import k3_checkpoint.spec\nfrom vllm.config import VllmConfig\n",
+    "vllm/models/kimi_k3/serving.py": "import k3_checkpoint.spec\nimport vllm.config\n",
     "kimi_k3/cli/main.py": "from kimi_k3.convert import work\n",
     "kimi_k3/convert/work.py": "import vllm.models.kimi_k3.serving\n",
 }
