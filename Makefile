@@ -9,13 +9,13 @@ BENCH ?= build/bench
 # vLLM takes seconds to import; without its compiled bytecode on disk, many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test slow bench lint types ledger wheel clean
+.PHONY: help env demo test slow bench lint types docs ledger wheel clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 10
 
 env: ## Build the CPU environment in .venv.
-	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev
+	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev --extra docs
 
 demo: env ## Load a checkpoint, stock beside overlay, and serve one over HTTP.
 	@$(VENV)/bin/python tools/demo_kda_load.py
@@ -28,7 +28,7 @@ slow: env ## Run the others: engines, servers, full sizes, downloads.
 	@$(VENV)/bin/python -m pytest -m "slow or network" $(PYTEST_ARGS)
 
 bench: env ## Run the CPU benchmarks: tables, JSON and plots in build/bench.
-	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev --extra plot
+	@$(PYTHON) tools/cpu_env.py $(VENV) --extra test --extra dev --extra docs --extra plot
 	@$(VENV)/bin/python benchmarks/convert.py --threads 1 --json $(BENCH)/convert-cpu.json
 	@$(VENV)/bin/python benchmarks/convert.py --threads 1 --experts 2 \
 		--shapes tp1 tp2 tp4 tp8 tp16 tp32 ep8 --json $(BENCH)/convert-sizes.json
@@ -39,12 +39,16 @@ bench: env ## Run the CPU benchmarks: tables, JSON and plots in build/bench.
 	@$(VENV)/bin/python benchmarks/serve_cpu.py --json $(BENCH)/serve-cpu.json
 	@$(VENV)/bin/python benchmarks/plot.py $(BENCH) $(BENCH)
 
-lint: env ## Check style and format.
+lint: env ## Check style, format and the directions of imports.
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/python tools/lint_imports.py
 
 types: env ## Check types.
 	@$(VENV)/bin/mypy
+
+docs: env ## Build the docs site in build/site.
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 ledger: env ## Write docs/ledger.md anew.
 	@$(VENV)/bin/python -m vllm_overlay.ledger > docs/ledger.md

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """The ledger page shows the heads of the files, and every amendment has a ledger."""
 
+import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,17 @@ def test_every_amendment_has_a_ledger_and_no_new_module_has():
     tree = compare_installed()
     with_ledger = {entry.module for entry in entries() if entry.fields}
     assert with_ledger == set(tree.amendments)
+
+
+LEDGERS = [entry for entry in entries() if entry.fields]
+
+
+@pytest.mark.parametrize("entry", LEDGERS, ids=attrgetter("module"))
+def test_entry_links_upstream_or_says_what_to_file(entry):
+    upstream = entry.fields["Upstream"]
+    links = re.findall(r"https://github\.com/[\w-]+/[\w.-]+/(?:issues|pull)/\d+\b", upstream)
+    assert links or re.search(r"to file: \S.{20}", upstream), upstream
+    assert upstream.count("https://") == len(links), f"not an issue or a pull request: {upstream}"
 
 
 def test_parse():

@@ -8,7 +8,8 @@ Ledger
     Why: upstream parses the flag everywhere and ignores it in silence everywhere but for Kimi-K3 on
         gfx942 with AITER: on other GPUs, for other models and checkpoints.
     How: wrap one method, which every configuration runs before an engine starts.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/51274 (the flag); to file: [Bug]
+        int4_per_group_32 is accepted and ignored where it has no effect.
     Remove when: upstream refuses the flag at start-up wherever it has no effect.
 """
 

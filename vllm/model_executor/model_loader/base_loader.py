@@ -8,7 +8,8 @@ Ledger
     Why: layers are wrapped while the model is being built, before any of them has a name.
     How: wrap one method in place, and rebind the name that this module imported, which is stale
         when `layerwise` was imported before the overlay was activated.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/40309 (warnings by class name); to file:
+        [Feature] Layerwise loading: report held sources by layer name.
     Remove when: the amendment of `reload.layerwise` is removed.
 """
 

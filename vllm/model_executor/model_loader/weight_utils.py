@@ -6,7 +6,8 @@ Ledger
     What: `fastsafetensors_weights_iterator` reads into host memory on the CPU platform.
     Why: upstream builds the device string `cuda:cpu` there, which torch refuses.
     How: wrap one function; `fastsafetensors_cpu` beside it does the work.
-    Upstream: none yet.
+    Upstream: none found; to file: [Bug][CPU] fastsafetensors_weights_iterator builds the device
+        string cuda:cpu.
     Remove when: upstream's function takes its device from the platform.
 """
 

@@ -9,7 +9,8 @@ Ledger
         the MXFP4 interface. And on a CPU, prefix caching and chunked prefill are switched off only
         after sizes have been derived from them, with a line that does not name the model.
     How: add one entry to a dict and one class method to a class.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/52008 (Kimi-K3 on a CPU: prefix caching
+        and MLA).
     Remove when: upstream's map has the entry and its class defines `verify_and_update_config`.
 """
 

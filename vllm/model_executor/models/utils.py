@@ -9,7 +9,9 @@ Ledger
         being loaded; the loop that iterates over it tells nothing. And a tensor that layerwise
         loading holds is lost silently when the iterator reuses its memory for the next one.
     How: wrap one method and put a generator between the weights and the module.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/43464 (one iterator that reused its
+        buffers); to file: [Feature] Layerwise loading: notice sources that are overwritten while
+        held.
     Remove when: the amendments of `layers.fused_moe.routed_experts` and `reload.layerwise` are.
 """
 

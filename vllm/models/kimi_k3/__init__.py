@@ -9,7 +9,7 @@ Ledger
         kernels and fail when they are constructed.
     How: rebind three names; the portable classes find torch forms of their Triton operations
         through the amendments of `amd/`.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/52008 (Kimi-K3 on a CPU).
     Remove when: upstream's module has a branch for the CPU platform.
 """
 

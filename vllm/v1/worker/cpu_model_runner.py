@@ -9,7 +9,9 @@ Ledger
         id. It zeroes pages of other, running requests, whose answers silently change, and leaves
         the fresh block as it was.
     How: wrap the method and expand every block id to the ids of its pages.
-    Upstream: none yet.
+    Upstream: none found; to file: [Bug][CPU] fresh KV blocks are zeroed by block id where the cache
+        is indexed by kernel page. Zeroing is from https://github.com/vllm-project/vllm/pull/35219;
+        0.34 has a zeroer of its own for CPUs.
     Remove when: with two pages a block, `_zero_block_ids([1])` zeroes pages 2 and 3 of upstream.
 """
 

@@ -7,7 +7,8 @@ Ledger
     Why: models scan the mapping for each checkpoint tensor. With Kimi-K3's 896 experts that is
         2,688 entries for each of 494,592 tensors: two thirds of the Python time of a load.
     How: wrap one static method. The names of tensors come from the amendment of `models.utils`.
-    Upstream: none yet.
+    Upstream: none found; to file: [Perf] Kimi-K3: O(1) expert lookup in load_weights, as in
+        https://github.com/sgl-project/sglang/pull/38805.
     Remove when: `KimiLinearModel.load_weights` no longer scans the mapping.
 """
 

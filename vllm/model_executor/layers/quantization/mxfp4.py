@@ -14,7 +14,9 @@ Ledger
     How: wrap `Mxfp4MoEMethod.__init__`, `maybe_roundup_sizes` and `_setup_kernel_k3_situ_gfx942`,
         `Mxfp4Config.get_quant_method` and two functions of the module; replace one class method.
         Without the flag each wrapper hands over to upstream at once.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/51274 (the conversion),
+        https://github.com/vllm-project/vllm/issues/52803 (the plan for gfx942); to file:
+        [ROCm][Kimi-K3] MXFP4 to int4: less error, in place, refused before the load.
     Remove when: upstream converts with a scale no worse than `mxfp4_int4`'s "mse", refuses the flag
         where it cannot honour it, and lists float32 on the CPU platform.
 """

@@ -10,7 +10,9 @@ Ledger
         does not say who held it, and a delayed layer is a debug line with a class name.
     How: wrap four functions that upstream looks up when it calls them. What is loaded, and when,
         stays as it is, unless the sources held exceed the budget or were overwritten.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/40309 and
+        https://github.com/vllm-project/vllm/pull/49505 (warnings by class name); to file: [Feature]
+        Layerwise loading: report held sources by layer name.
     Remove when: upstream reports held sources by layer name.
 """
 

@@ -11,7 +11,9 @@ Ledger
         materialized alignment rows hold whatever was in memory.
     How: a subclass of the shared projection reports the number of elements that a checkpoint holds
         (`weight_loader_numel`) and sets the alignment rows whenever a shard is loaded.
-    Upstream: none yet; `models/kimi_k3/nvidia/kda.py` has a padded class of its own.
+    Upstream: `models/kimi_k3/nvidia/kda.py` has a padded class, and so has this module in 0.34; to
+        file: [Bug] Kimi-K3 KDA: a padded projection counts a repeated shard twice and lets a
+        missing one pass.
     Remove when: upstream's module defines `_PaddedKimiGDNMergedColumnParallelLinear` itself.
 """
 

@@ -6,7 +6,7 @@ Ledger
     What: `prepare_chunk_metadata_device` becomes the torch form.
     Why: upstream's fills the tables with a Triton kernel.
     How: rebind one name, which upstream's metadata builder looks up when it is called.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/57346 (KDA on CPUs, for another model).
     Remove when: upstream's function runs on the CPU platform.
 """
 

@@ -8,7 +8,9 @@ Ledger
         then asks the runner for the weights in order to zero them. They belong to the runner's
         `routed_experts`, so the model ends with an AttributeError while it is being constructed.
     How: two read-only properties on the class.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/51124 (the same padding in NVIDIA's
+        model); to file: [Bug][ROCm] Kimi-K3 at TP16: ROCmLatentMoERunner has no attribute
+        w13_weight.
     Remove when: upstream's runner has `w13_weight`, or `KimiMoE` asks `routed_experts` for it.
 """
 

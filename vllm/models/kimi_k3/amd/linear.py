@@ -10,7 +10,8 @@ Ledger
         parallelism, the latent up-projection are never called as layers: their weight is read.
     How: rebind one name; wrap one constructor and set upstream's own per-layer switch
         `_cpu_skip_gemm_dispatch`.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/52008 (Kimi-K3 on a CPU); to file: [CPU]
+        Kimi-K3: attention residuals without Triton.
     Remove when: upstream's portable model serves a text request on the CPU platform.
 """
 

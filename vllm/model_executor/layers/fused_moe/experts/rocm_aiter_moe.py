@@ -7,7 +7,8 @@ Ledger
     Why: it accepts MXFP4 on gfx950 alone, and `make_mxfp4_moe_kernel` asks it after the conversion:
         in 0.32 the int4 flag on gfx942 ends in a ValueError once 1.56 TB are loaded.
     How: wrap one static method. The amendment of `oracle.mxfp4` offers the scheme to it.
-    Upstream: in 0.33 `AiterMxfp4Experts` accepts it.
+    Upstream: https://github.com/vllm-project/vllm/pull/51274; in 0.33 `AiterMxfp4Experts` accepts
+        it.
     Remove when: 0.32 is no longer supported.
 """
 

@@ -10,7 +10,8 @@ Ledger
         conversion repacks weights for that kernel. In 0.32 a kernel for experts that were converted
         to int4 while loading is refused, because int4 is not among the schemes it is asked for.
     How: wrap two functions, add an entry to a list.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/51274 (int4 among the schemes); to file:
+        [CPU] SiTU activation in CPU experts, for Kimi-K3.
     Remove when: one of upstream's CPU experts supports MXFP4 with `MoEActivation.SITU`.
 """
 

@@ -6,7 +6,8 @@ Ledger
     What: `backend_to_kernel_cls` adds `CPUSituExperts` to the CPU backend's list, at its end.
     Why: no CPU kernel of upstream knows the SiTU activation, so Kimi-K3 finds no experts.
     How: wrap one function.
-    Upstream: none yet.
+    Upstream: none found for CPUs (https://github.com/vllm-project/vllm/pull/50510 is Humming's); to
+        file: [CPU] SiTU activation in CPU experts, for Kimi-K3.
     Remove when: one of upstream's CPU experts supports `MoEActivation.SITU`.
 """
 

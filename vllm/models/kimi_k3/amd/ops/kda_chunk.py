@@ -6,7 +6,8 @@ Ledger
     What: `is_fused_kda_chunk_supported` answers False on the CPU platform.
     Why: upstream's asks `vllm.platforms.rocm`, which cannot be imported without a GPU.
     How: rebind one name before the KDA layer's module imports it.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/54038 (the function); to file: [CPU]
+        Kimi-K3: support checks import vllm.platforms.rocm.
     Remove when: upstream's function answers False on the CPU platform.
 """
 

@@ -6,7 +6,7 @@ Ledger
     What: `chunk_kda_prefill` becomes the torch form.
     Why: upstream's is made of Triton and HIP kernels, and gathers states with a Triton kernel.
     How: rebind one name before the KDA layer's module imports it.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/57346 (KDA on CPUs, for another model).
     Remove when: upstream's function runs on the CPU platform.
 """
 

@@ -8,7 +8,9 @@ Ledger
         pages have one size. The backend refuses it, although the engine hands its kernel pages of
         16 tokens either way (`get_supported_kernel_block_sizes`).
     How: replace one class method in place.
-    Upstream: none yet.
+    Upstream: none found; to file: [Bug][CPU] MLA backend refuses the block size of a hybrid model
+        (KDA beside MLA). Kernel pages smaller than a block are from
+        https://github.com/vllm-project/vllm/pull/24486.
     Remove when: upstream's `CPUMLABackend.supports_block_size(128)` is True.
 """
 

@@ -12,7 +12,9 @@ Ledger
         no activation and computes SiLU.
     How: wrap one static method; any other scheme, activation, GPU or `--moe-backend` goes to
         upstream as before.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/pull/51546 (int4 in groups of 32 on a CPU,
+        without SiTU), https://github.com/vllm-project/vllm/pull/44400 (the FlyDSL method); to file:
+        [Bug][ROCm] FlyDSL W4A16 MoE computes SiLU for SiTU experts.
     Remove when: upstream's WNA16 experts support `MoEActivation.SITU` on both.
 """
 

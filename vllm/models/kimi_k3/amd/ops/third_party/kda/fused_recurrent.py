@@ -6,7 +6,7 @@ Ledger
     What: `fused_recurrent_kda` and `fused_recurrent_kda_packed_decode` become the torch forms.
     Why: upstream's are Triton kernels.
     How: rebind two names before the package above re-exports them.
-    Upstream: none yet.
+    Upstream: https://github.com/vllm-project/vllm/issues/57346 (KDA on CPUs, for another model).
     Remove when: upstream's functions run on the CPU platform.
 """
 
