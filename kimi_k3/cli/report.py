@@ -2,11 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 report`: what a conversion to int4 did to a checkpoint, as table, JSON and HTML page.
 
-Parses and prints; the package `reporting` does the work, and imports torch when it does.
+Parses and prints; `kimi_k3.fidelity` does the work, and imports torch when it does.
 """
 
 import json
+import secrets
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ import typer
 from kimi_k3.cli.output import check_writable, fail, printable
 
 if TYPE_CHECKING:
-    from kimi_k3.fidelity.run import Choice, Report
+    from kimi_k3.fidelity.comparison import Choice, Comparison
 
 
 def report(
@@ -76,7 +78,8 @@ def report(
     """
     from rich.console import Console
 
-    from kimi_k3.fidelity.run import Choice, write_text
+    from kimi_k3.fidelity.comparison import Choice
+    from kimi_k3.fidelity.text_tables import print_tables
 
     try:
         if html is not None:
@@ -85,27 +88,23 @@ def report(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        found = _make(destination, Choice(source, chosen, sample, worst))
+        comparison = _compare(destination, Choice(source, chosen, sample, worst))
         if html is not None:
-            from datetime import UTC, datetime
+            from kimi_k3.fidelity.html_page import page
 
-            from kimi_k3.fidelity.page import page
-
-            write_text(html, page(found, datetime.now(UTC)))
+            write_whole(html, page(comparison, datetime.now(UTC)))
     except (ValueError, OSError) as error:
         fail(str(error), as_json)
     if html is not None:
         print(f"page: {printable(str(html))}", file=sys.stderr)
     if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
-        return
-    from kimi_k3.fidelity.table import print_report
-
-    print_report(Console(), found)
+        print(json.dumps(comparison.as_dict(), indent=1))
+    else:
+        print_tables(Console(), comparison)
 
 
 def check_page(file: Path) -> None:
-    """Refuse a page that could not be written, or would replace something that is none.
+    """Refuse a page that could not be made or written, or would replace something that is none.
 
     Raises:
         ValueError: See above.
@@ -113,6 +112,32 @@ def check_page(file: Path) -> None:
     check_writable(file)
     if file.suffix.lower() not in (".html", ".htm") and not (file.exists() and not file.is_file()):
         raise ValueError(f"{file}: expected a name that ends in .html")
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "--html needs jinja2: pip install 'vllm-kimi-k3[report]', or leave --html out"
+        ) from error
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; what was there before is still there.
+    """
+    if file.exists() and not file.is_file():
+        # A pipe or a device cannot be replaced.
+        file.write_text(text, encoding="utf-8")
+        return
+    partial = file.with_name(f".kimi-k3-report-{secrets.token_hex(8)}")
+    try:
+        with partial.open("x", encoding="utf-8") as written:
+            written.write(text)
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -134,7 +159,8 @@ def parse_layers(text: str) -> frozenset[int]:
     return frozenset(layers)
 
 
-def _make(destination: Path, choice: "Choice") -> "Report":
+def _compare(destination: Path, choice: "Choice") -> "Comparison":
+    """Compare, with a bar of progress on a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -144,18 +170,19 @@ def _make(destination: Path, choice: "Choice") -> "Report":
         TimeRemainingColumn,
     )
 
-    from kimi_k3.fidelity.run import make_report
+    from kimi_k3.fidelity.comparison import compare
 
-    columns = (
+    console = Console(stderr=True)
+    with Progress(
         TextColumn("comparing matrices"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task("matrices", total=None)
-        return make_report(
+        return compare(
             destination,
             choice,
             on_matrices=lambda count: progress.update(task, total=count),

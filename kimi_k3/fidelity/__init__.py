@@ -3,6 +3,6 @@
 """What a conversion to int4 did to a checkpoint: `kimi-k3 report`.
 
 `files` finds matrices and their bytes, `measure` compares them (the only module with torch),
-`figures` adds up, `run` puts it together; `table` and `page` show it. Nothing is written but the
-page that was asked for.
+`figures` adds up, `comparison` puts it together. The result is one `Comparison`; `text_tables`,
+`html_page` (the only module with jinja2) and `Comparison.as_dict` are its three prints.
 """

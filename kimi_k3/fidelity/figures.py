@@ -5,7 +5,8 @@
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 CODES = tuple(range(-8, 8))
@@ -53,18 +54,18 @@ def worst(groups: Iterable[Group], count: int) -> list[Group]:
     return heapq.nsmallest(count, groups, key=lambda group: group.order)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Figures:
-    """Counts over any number of groups.
+    """Counts over any number of groups; `+` adds them up.
 
     Attributes:
         matrices: Looked at, in whole or in part.
         groups: Groups of 32 values.
-        compared: Those of them that were compared with a source; what follows counts these.
-        broken: A scale on either side is no number, or so far off that its values are none.
-        exact: Every value unchanged, groups of zeros included.
-        zero: All values zero in the source.
-        collapsed: Values in the source, zeros in the result.
+        compared: Groups that were compared with a source; all that follow count these.
+        broken: Groups with a scale, on either side, that is not finite or makes values that are not.
+        exact: Groups with every value unchanged, groups of zeros included.
+        zero: Groups whose source values are all zero.
+        collapsed: Groups with values in the source and only zeros in the result.
         squared_error: Sum over all values.
         squared_value: Sum over all values of the source.
         largest_error: The largest absolute error.
@@ -82,19 +83,20 @@ class Figures:
     squared_error: float = 0.0
     squared_value: float = 0.0
     largest_error: float = 0.0
-    codes: list[int] = field(default_factory=lambda: [0] * len(CODES))
-    scales: list[int] = field(default_factory=lambda: [0] * (SIGNS * EXPONENTS))
+    codes: tuple[int, ...] = (0,) * len(CODES)
+    scales: tuple[int, ...] = (0,) * (SIGNS * EXPONENTS)
 
-    def add(self, other: "Figures") -> None:
-        """Add what was counted elsewhere."""
-        for item in fields(self):
-            mine, more = getattr(self, item.name), getattr(other, item.name)
-            if isinstance(mine, list):
-                setattr(self, item.name, [a + b for a, b in zip(mine, more, strict=True)])
-            elif item.name == "largest_error":
-                self.largest_error = max(mine, more)
-            else:
-                setattr(self, item.name, mine + more)
+    def __add__(self, other: "Figures") -> "Figures":
+        """Return the figures of both together."""
+        numbers = (
+            "matrices groups compared broken exact zero collapsed squared_error squared_value"
+        ).split()
+        return Figures(
+            **{name: getattr(self, name) + getattr(other, name) for name in numbers},
+            largest_error=max(self.largest_error, other.largest_error),
+            codes=tuple(map(add, self.codes, other.codes)),
+            scales=tuple(map(add, self.scales, other.scales)),
+        )
 
     @property
     def relative_squared_error(self) -> float | None:

@@ -10,6 +10,7 @@ scale, and a group counts as exact only if every bit of every value is.
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -75,16 +76,15 @@ def measure_matrix(matrix: Matrix, share: float, keep: int) -> tuple[Figures, li
     """
     total, groups = Figures(matrices=1), []
     for first, count in _pieces(matrix, share):
-        words = _frombuffer(matrix.codes.read(first, count), torch.uint8)
-        bits = _frombuffer(matrix.scales.read(first, count), torch.int16)
-        total.add(_count(words, bits))
-        if matrix.source_codes is None or matrix.source_scales is None:
-            continue
-        codes = _frombuffer(matrix.source_codes.read(first, count), torch.uint8)
-        exponents = _frombuffer(matrix.source_scales.read(first, count), torch.uint8)
-        figures, error = _compare(words, bits, codes, exponents)
-        total.add(figures)
-        groups += _worst_of(matrix, first, error, bits, keep)
+        words = torch.frombuffer(matrix.codes.read(first, count), dtype=torch.uint8)
+        bits = torch.frombuffer(matrix.scales.read(first, count), dtype=torch.int16)
+        figures = _count(words, bits)
+        if matrix.source_codes is not None and matrix.source_scales is not None:
+            codes = torch.frombuffer(matrix.source_codes.read(first, count), dtype=torch.uint8)
+            exponents = torch.frombuffer(matrix.source_scales.read(first, count), dtype=torch.uint8)
+            figures, error = _compare(figures, words, bits, codes, exponents)
+            groups += _worst_of(matrix, first, error, bits, keep)
+        total += figures
     return total, worst(groups, keep)
 
 
@@ -95,17 +95,13 @@ def _pieces(matrix: Matrix, share: float) -> Iterator[tuple[int, int]]:
             yield start, min(step, first + count - start)
 
 
-def _frombuffer(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype)
-
-
 def _count(words: torch.Tensor, bits: torch.Tensor) -> Figures:
     """Count codes and scales; `words` are the bytes of int32 words, two codes plus 8 each."""
     pairs = torch.bincount(words, minlength=256).view(16, 16)
     codes = pairs.sum(0) + pairs.sum(1)
     kinds = (bits.int() >> 7) & (SIGNS * EXPONENTS - 1)
     scales = torch.bincount(kinds, minlength=SIGNS * EXPONENTS)
-    return Figures(groups=len(bits), codes=codes.tolist(), scales=scales.tolist())
+    return Figures(groups=len(bits), codes=tuple(codes.tolist()), scales=tuple(scales.tolist()))
 
 
 @cache
@@ -114,13 +110,13 @@ def _tables() -> tuple[torch.Tensor, ...]:
 
     Two float32 lie in one float64, because torch copies single elements fastest.
     """
-    import mxfp4_int4 as package
+    from mxfp4_int4 import dequant, naive
 
     every = torch.arange(256, dtype=torch.uint8)
-    halves = package.naive.unpack_values(every[:, None]).view(256, 2).float()
+    halves = naive.unpack_values(every[:, None]).view(256, 2).float()
     codes = torch.stack([every & 15, every >> 4], dim=1).float() - 8
     pairs = (two.contiguous().view(torch.float64).view(-1) for two in (halves, codes))
-    return *pairs, package.dequant.scale_values(every) / 2
+    return *pairs, dequant.scale_values(every) / 2
 
 
 def _groups(table: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -129,9 +125,13 @@ def _groups(table: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(
-    words: torch.Tensor, bits: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor
+    counted: Figures,
+    words: torch.Tensor,
+    bits: torch.Tensor,
+    codes: torch.Tensor,
+    exponents: torch.Tensor,
 ) -> tuple[Figures, torch.Tensor]:
-    """Return the figures of some groups and the relative squared error of each."""
+    """Return counted figures with the errors, and the relative squared error of each group."""
     halves, signed, units = _tables()
     source = _groups(halves, codes)
     # In float64, so that no scale leaves the range. Byte 255 is no number.
@@ -147,7 +147,8 @@ def _compare(
     relative = torch.where(zero & (squared == 0), 0.0, squared.double() / squares.double())
     relative[~sound] = torch.inf
     weight = unit[sound].square()
-    figures = Figures(
+    figures = replace(
+        counted,
         compared=len(bits),
         broken=int((~sound).sum()),
         exact=int(((largest == 0) & sound).sum()),

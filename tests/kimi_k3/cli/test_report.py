@@ -3,10 +3,11 @@
 """`kimi-k3 report`, run as a user runs it."""
 
 import json
+import os
 
 import pytest
 
-from kimi_k3.cli.report import parse_layers
+from kimi_k3.cli.report import parse_layers, write_whole
 
 
 def plain(text: str) -> str:
@@ -21,6 +22,15 @@ def test_tables_and_page(kimi_k3, int4, tmp_path):
         assert part in process.stdout
     assert process.stderr == f"page: {html}\n"
     assert html.read_text().startswith("<!doctype html>")
+
+
+def test_a_page_needs_jinja2_and_says_so_before_the_work(kimi_k3, int4, tmp_path):
+    (tmp_path / "jinja2.py").write_text("raise ModuleNotFoundError('jinja2')")
+    html = tmp_path / "report.html"
+    process = kimi_k3("report", int4, "--html", html, PYTHONPATH=str(tmp_path))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "pip install 'vllm-kimi-k3[report]'" in plain(process.stderr)
+    assert not html.exists()
 
 
 def test_json(kimi_k3, int4):
@@ -73,3 +83,15 @@ def test_lists_of_layers(text, layers):
 def test_other_lists_are_refused(text):
     with pytest.raises(ValueError, match="layers"):
         parse_layers(text)
+
+
+def test_a_text_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "page.html"
+    write_whole(file, "first")
+    with pytest.raises(TypeError):
+        write_whole(file, None)
+    assert file.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [file]
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~umask

@@ -4,6 +4,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,9 @@ from kimi_k3.fidelity.figures import Figures, Group, worst
 
 
 def figures(**changes) -> Figures:
+    codes, scales = [0] * 16, [0] * 512
+    codes[0], codes[8] = 20, 300
+    scales[120], scales[256 + 121] = 7, 3
     made = Figures(
         matrices=1,
         groups=10,
@@ -20,22 +24,22 @@ def figures(**changes) -> Figures:
         squared_error=1.0,
         squared_value=50.0,
         largest_error=0.5,
+        codes=tuple(codes),
+        scales=tuple(scales),
     )
-    made.codes[0], made.codes[8] = 20, 300
-    made.scales[120], made.scales[256 + 121] = 7, 3
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+    return replace(made, **changes)
 
 
 def test_counts_add_up():
-    total = Figures()
-    total.add(figures())
-    total.add(figures(largest_error=2.0))
+    total = figures() + figures(largest_error=2.0)
     assert (total.matrices, total.groups, total.exact) == (2, 20, 8)
     assert (total.squared_error, total.largest_error) == (2.0, 2.0)
     assert total.codes[0] == 40
     assert total.scales[120] == 14
+    # Every field is added up, whichever there are.
+    assert total + Figures() == Figures() + total == total
+    ones = Figures(*[1] * 10, codes=(1,) * 16, scales=(1,) * 512)
+    assert ones + ones == Figures(*[2] * 9, 1, codes=(2,) * 16, scales=(2,) * 512)
 
 
 def test_shares():

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from k3_checkpoint.shards import INDEX_NAME
 from kimi_k3.convert.manifest import MANIFEST_NAME
+from kimi_k3.fidelity.comparison import Choice, prepare
 from kimi_k3.fidelity.files import ReportError
-from kimi_k3.fidelity.run import Choice, prepare
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1"
 

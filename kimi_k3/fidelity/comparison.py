@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""`make_report`: every matrix of a converted checkpoint, one after the other, in little memory."""
+"""`compare`: every matrix of a converted checkpoint, one after the other, in little memory."""
 
 import math
-import os
-import tempfile
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,18 @@ from kimi_k3.fidelity.files import (
 Key = tuple[int, str]
 
 
-@dataclass
-class Report:
-    """What a conversion did.
+@dataclass(frozen=True)
+class Comparison:
+    """A converted checkpoint beside its source: the one result that all three prints show.
 
     Attributes:
-        destination: The checkpoint.
+        destination: The converted checkpoint.
         source: What it was compared with; None if with nothing.
         without: Why there was nothing to compare with.
         manifest: What the conversion left behind.
         share: Of each matrix's rows that were looked at.
-        total: Everything.
         parts: (layer, projection) -> its figures, in the order of layers.
-        worst: The groups with the largest errors.
+        worst: The groups with the largest errors, the worst first.
     """
 
     destination: Path
@@ -45,32 +43,41 @@ class Report:
     without: str
     manifest: Manifest | None
     share: float
-    total: Figures = field(default_factory=Figures)
-    parts: dict[Key, Figures] = field(default_factory=dict)
-    worst: list[Group] = field(default_factory=list)
+    parts: Mapping[Key, Figures] = field(default_factory=dict)
+    worst: tuple[Group, ...] = ()
+
+    @cached_property
+    def total(self) -> Figures:
+        """Everything together."""
+        return sum(self.parts.values(), Figures())
 
     @property
     def scale_rule(self) -> str:
-        """By which scales were chosen."""
+        """Name of the rule that scales were chosen by."""
         return self.manifest.scale_rule if self.manifest is not None else "unknown"
 
     @property
+    def tools(self) -> Mapping[str, str]:
+        """Name -> version of what converted it; empty if unknown."""
+        return self.manifest.tools if self.manifest is not None else {}
+
+    @cached_property
     def layers(self) -> list[int]:
-        """All layers."""
+        """All layers; -1 stands for matrices outside of layers."""
         return sorted({layer for layer, _ in self.parts})
 
-    @property
+    @cached_property
     def projections(self) -> list[str]:
         """All projections."""
         return sorted({projection for _, projection in self.parts})
 
     def of_layer(self, layer: int) -> Figures:
         """Return the figures of a layer's projections together."""
-        together = Figures()
-        for (at, _), figures in self.parts.items():
-            if at == layer:
-                together.add(figures)
-        return together
+        return sum((figures for (at, _), figures in self.parts.items() if at == layer), Figures())
+
+    def error(self, layer: int, projection: str) -> float | None:
+        """Return a projection's relative squared error; None where nothing was compared."""
+        return self.parts.get((layer, projection), Figures()).relative_squared_error
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
@@ -79,7 +86,7 @@ class Report:
             "source": None if self.source is None else str(self.source),
             "not_compared_because": self.without or None,
             "scale_rule": self.scale_rule,
-            "tools": self.manifest.tools if self.manifest is not None else {},
+            "tools": dict(self.tools),
             "share_of_rows": self.share,
             "total": self.total.as_dict(),
             "layers": [
@@ -118,8 +125,11 @@ class Choice:
             raise ValueError(f"worst groups: expected 0 or more, found {self.worst}")
 
 
-def prepare(destination: Path, choice: Choice) -> tuple[Report, list[Matrix]]:
-    """Read headers and decide what is to be compared with what. Reads no tensor.
+def prepare(destination: Path, choice: Choice) -> tuple[Comparison, list[Matrix]]:
+    """Decide what is to be compared with what; reads headers, and no tensor.
+
+    Returns:
+        The comparison, still without figures, and the matrices to measure.
 
     Raises:
         ReportError: The checkpoint or its source is damaged, or they do not belong together.
@@ -135,77 +145,54 @@ def prepare(destination: Path, choice: Choice) -> tuple[Report, list[Matrix]]:
             problem = f"layers {named}: no int4 matrix there, only in {min(there)} to {max(there)}"
             raise ReportError(destination, [problem])
         matrices = [matrix for matrix in matrices if matrix.layer in choice.layers]
-    source, without = _source(choice, manifest)
-    if source is not None:
-        matrices = with_source(matrices, source, manifest)
-    folder = None if source is None else source.folder
-    return Report(destination, folder, without, manifest, choice.share), matrices
+    folder, without = _source(choice, manifest)
+    if folder is not None:
+        matrices = with_source(matrices, read_checkpoint(folder), manifest)
+    return Comparison(destination, folder, without, manifest, choice.share), matrices
 
 
-def _source(choice: Choice, manifest: Manifest | None) -> tuple[Checkpoint | None, str]:
+def _source(choice: Choice, manifest: Manifest | None) -> tuple[Path | None, str]:
     """Return the source to compare with, or None and why there is none."""
     if choice.source is not None:
-        return read_checkpoint(choice.source), ""
+        return choice.source, ""
     if manifest is None:
         return None, "the checkpoint does not say what it was made of; name it with --source"
     folder = Path(manifest.source)
     if not folder.is_dir():
         return None, f"its source, {folder}, is not there any more; name a copy with --source"
-    return read_checkpoint(folder), ""
+    return folder, ""
 
 
-def make_report(
+def compare(
     destination: Path,
     choice: Choice | None = None,
     on_matrices: Callable[[int], None] = lambda count: None,
     on_matrix: Callable[[], None] = lambda: None,
-) -> Report:
-    """Report on a converted checkpoint.
+) -> Comparison:
+    """Compare a converted checkpoint with its source, matrix by matrix.
 
     Args:
-        destination: The checkpoint.
+        destination: The converted checkpoint.
         choice: What to look at.
-        on_matrices: Told how many matrices there are before the first one is read.
-        on_matrix: Told of each that is done.
+        on_matrices: Called with the number of matrices before the first one is read.
+        on_matrix: Called after each.
 
     Raises:
         ReportError: The checkpoint or its source is damaged, or they do not belong together.
         OSError: A file cannot be read.
     """
     choice = choice or Choice()
-    report, matrices = prepare(destination, choice)
+    comparison, matrices = prepare(destination, choice)
+    # Only now: torch takes seconds to import, and refusals need none.
     from kimi_k3.fidelity.measure import measure_all
 
     on_matrices(len(matrices))
+    parts: dict[Key, Figures] = {}
     groups: list[Group] = []
     measured = measure_all(matrices, choice.share, choice.worst)
     for matrix, (figures, found) in zip(matrices, measured, strict=True):
-        report.total.add(figures)
-        report.parts.setdefault((matrix.layer, matrix.projection), Figures()).add(figures)
+        key = matrix.layer, matrix.projection
+        parts[key] = parts.get(key, Figures()) + figures
         groups = worst([*groups, *found], choice.worst)
         on_matrix()
-    report.worst = groups
-    return report
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: It cannot be written; what was there before is still there.
-    """
-    if file.exists() and not file.is_file():
-        # A pipe or a device cannot be replaced.
-        file.write_text(text, encoding="utf-8")
-        return
-    handle, partial = tempfile.mkstemp(prefix=f".{file.name[:100]}.", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as written:
-            written.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(partial).chmod(0o666 & ~umask)
-        Path(partial).replace(file)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    return replace(comparison, parts=parts, worst=tuple(groups))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kimi_k3.fidelity.comparison import Comparison, compare
 from kimi_k3.fidelity.figures import Figures, Group
-from kimi_k3.fidelity.page import page
-from kimi_k3.fidelity.run import Report, make_report
+from kimi_k3.fidelity.html_page import Bar, Histogram, page
 
 WRITTEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 VOID = {"meta"}
@@ -47,24 +47,20 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def made(int4) -> str:
-    return page(make_report(int4), WRITTEN)
+    return page(compare(int4), WRITTEN)
 
 
 def figures(**changes) -> Figures:
-    found = Figures(matrices=1, groups=4, compared=4, exact=1, squared_error=1, squared_value=100)
-    found.codes[3], found.scales[120] = 128, 4
-    for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+    counts = {"matrices": 1, "groups": 4, "compared": 4, "exact": 1}
+    sums = {"squared_error": 1.0, "squared_value": 100.0}
+    codes, scales = [0] * 16, [0] * 512
+    codes[3], scales[120] = 128, 4
+    return Figures(**counts | sums | changes, codes=tuple(codes), scales=tuple(scales))
 
 
-def report(parts: dict, **changes) -> Report:
+def comparison(parts: dict, **changes) -> Comparison:
     given = {"destination": Path("/k3"), "source": None, "without": "", "manifest": None}
-    made = Report(**given | changes, share=1.0)
-    for key, found in parts.items():
-        made.parts[key] = found
-        made.total.add(found)
-    return made
+    return Comparison(**given | changes, share=1.0, parts=parts)
 
 
 def test_nothing_is_fetched_and_nothing_runs(made):
@@ -90,13 +86,12 @@ def test_plots_have_words(made):
 
 def test_names_do_no_harm():
     evil = '<script>alert("x")</script>&'
-    made = report(
-        {(1, evil): figures()},
+    made = comparison(
+        {(1, evil): figures(broken=1)},
         destination=Path("/tmp") / "a<b>&\udce9\n",
         source=Path(evil.replace("/", "")),
+        worst=(Group(float("inf"), evil, 1, 2, float("nan")),),
     )
-    made.worst = [Group(float("inf"), evil, 1, 2, float("nan"))]
-    made.total.broken = 1
     text = page(made, WRITTEN)
     assert "<script" not in text
     assert "scale that is no number" in text
@@ -105,7 +100,7 @@ def test_names_do_no_harm():
 
 
 def test_without_a_source_it_says_so():
-    found = report({(1, "w1"): figures(compared=0)}, without="the source is gone")
+    found = comparison({(1, "w1"): figures(compared=0)}, without="the source is gone")
     text = Parsed(page(found, WRITTEN)).text
     assert "because the source is gone" in text
     assert "Where the error is" not in text
@@ -125,6 +120,23 @@ def test_without_a_source_it_says_so():
     ids=["none", "outside", "exact", "gaps", "many", "empty"],
 )
 def test_odd_shapes_make_a_page(parts):
-    made = page(report(parts), WRITTEN)
+    made = page(comparison(parts), WRITTEN)
     Parsed(made)
     assert "nan" not in made.lower().replace("-apple-system", "")
+
+
+def test_the_same_figures_make_the_same_page(made, int4):
+    assert page(compare(int4), WRITTEN) == made
+
+
+@pytest.mark.parametrize(
+    ("highest", "ticks"),
+    [(1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (13, [0, 2, 4, 6, 8, 10, 12]), (40, [0, 10, 20, 30, 40])],
+)
+def test_ticks_are_round(highest, ticks):
+    shares = [tick / 100 for tick in ticks] if highest > 1 else ticks
+    counts = [highest, 100 - highest] if highest > 1 else [1]
+    # The rest lies in bars that are no higher.
+    rest = [counts[0]] * (sum(counts[1:]) // counts[0]) + [sum(counts[1:]) % counts[0]]
+    bars = [Bar("", (count,), "") for count in [counts[0], *rest]]
+    assert Histogram("", "", bars).ticks == pytest.approx(shares)
