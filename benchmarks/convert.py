@@ -8,7 +8,7 @@
 Verifies every result before it times anything, runs the variants in turn within each round, and
 reports medians with the spread (quartiles): each of a layer's two matrices alone, and one after the
 other as a load converts them. Bytes over time are the packed MXFP4 bytes. On a CPU
-both implementations are timed: compiled code ("mse", "absmax") where this installation has it, and torch
+both implementations are timed: compiled code ("mse", "absmax") where it is installed, and torch
 ("lookup ..."). The recipe writes AITER's layout, whatever the others write. Never a test: a result
 that differs ends the run with an error.
 """

@@ -56,9 +56,8 @@ def _choose_mse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [R, 16], rows of `sum_table`, and int32 [R] -> candidate int32 [R], scale bits [R]."""
     groups = len(index)
-    sums = torch.embedding_bag(buffers.sum_table, index.view(-1), buffers.starts[:groups])[0].view(
-        -1
-    )
+    starts = buffers.starts[:groups]
+    sums = torch.embedding_bag(buffers.sum_table, index.view(-1), starts)[0].view(-1)
     best = torch.max_pool1d(sums.view(1, 1, -1), kernel_size=WIDTH, stride=2 * WIDTH)
     choice = best.view(-1).to(torch.int32).neg_().bitwise_and_(KEY - 1)
     fit = sums.index_select(0, choice + buffers.fits[:groups]).to(torch.int32)

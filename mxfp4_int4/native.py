@@ -22,9 +22,7 @@ SMALL_BYTES = 512 << 10
 def _present() -> Library:
     compiled = library()
     if compiled is None:
-        raise NativeCodeError(
-            "there is no compiled code, or it is switched off; `lookup` needs none"
-        )
+        raise NativeCodeError("there is no compiled code, or it is switched off: use `lookup`")
     return compiled
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Device functions of the fused kernel: one group of 32 codes a lane, as planes and as bytes.
 
 A group is 16 bytes, four uint32 words of 8 codes. `to_planes` turns them into planes: bit 4*i + w

@@ -62,6 +62,9 @@ def inputs_digest(extras: list[str]) -> str:
         Path(__file__),
         ROOT / "pyproject.toml",
         ROOT / "setup.py",
+        # What the compiled extension is made of.
+        *sorted((ROOT / "mxfp4_int4").glob("native*.[cp]*")),
+        ROOT / "mxfp4_int4" / "definition.py",
         ROOT / "tools" / "vllm-distribution" / "pyproject.toml",
     ):
         digest.update(file.read_bytes())

@@ -3,13 +3,10 @@
 """What a benchmark cannot use is refused before it works for minutes."""
 
 import argparse
-from pathlib import Path
 
+import _options
 import pytest
 import torch
-
-ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").exists())
-import _options  # noqa: E402
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])

@@ -5,32 +5,22 @@
 That it builds a working environment is shown by every run of these tests in one.
 """
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tools import cpu_env
 
 
-@pytest.fixture
-def cpu_env() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_env", ROOT / "tools" / "cpu_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_local_wheel_is_preferred(cpu_env, tmp_path):
+def test_local_wheel_is_preferred(tmp_path):
     (tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
     for link in (str(tmp_path), f"file://{tmp_path}"):
         assert cpu_env.torch_sources([link]) == ["--find-links", link]
 
 
-def test_without_a_local_wheel_the_cpu_index_is_asked(cpu_env, tmp_path):
+def test_without_a_local_wheel_the_cpu_index_is_asked(tmp_path):
     (tmp_path / "torch-2.9.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
     for links in ([], [str(tmp_path)], ["https://wheels.example/simple"]):
         options = cpu_env.torch_sources(links)
@@ -42,7 +32,7 @@ def test_without_a_local_wheel_the_cpu_index_is_asked(cpu_env, tmp_path):
         ]
 
 
-def test_links_are_read_from_pip(cpu_env, tmp_path, monkeypatch):
+def test_links_are_read_from_pip(tmp_path, monkeypatch):
     configuration = tmp_path / "pip.conf"
     configuration.write_text("[global]\nfind-links =\n    /first\n    /second\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
@@ -51,7 +41,7 @@ def test_links_are_read_from_pip(cpu_env, tmp_path, monkeypatch):
     assert {"/first", "/second", "/third"} <= set(links)
 
 
-def test_up_to_date_environment_is_left_alone(cpu_env, tmp_path, capsys, monkeypatch):
+def test_up_to_date_environment_is_left_alone(tmp_path, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("nothing should be installed")
 
@@ -61,7 +51,7 @@ def test_up_to_date_environment_is_left_alone(cpu_env, tmp_path, capsys, monkeyp
     assert "up to date" in capsys.readouterr().out
 
 
-def test_failed_step_leaves_no_stamp(cpu_env, tmp_path, monkeypatch):
+def test_failed_step_leaves_no_stamp(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
     (tmp_path / cpu_env.STAMP).write_text("older inputs")
@@ -75,7 +65,7 @@ def test_failed_step_leaves_no_stamp(cpu_env, tmp_path, monkeypatch):
     assert not (tmp_path / cpu_env.STAMP).exists()
 
 
-def test_old_python_and_other_systems_are_refused(cpu_env, tmp_path, monkeypatch):
+def test_old_python_and_other_systems_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_env.sys, "version_info", (3, 10, 4))
     with pytest.raises(SystemExit, match=r"expected Python 3\.11 or newer"):
         cpu_env.build(tmp_path, [])

@@ -3,13 +3,10 @@
 """The fused kernel compiled for gfx942, gfx950 and sm_90 on any machine: the assembly must show no
 spills, no scratch, no shared memory, wide accesses. How fast it is only hardware can tell."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
-ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").exists())
-import isa  # noqa: E402
+import isa
 
 # Vector instructions for a group of 32 codes: the kernel is as fast as these are few.
 MOST = {"mse": 335, "absmax": 150}
