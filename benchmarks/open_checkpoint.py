@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _options import json_file, positive
+from _result import machine, write
 
 SECONDS, MEMORY = 3.0, 400 << 20
 
@@ -83,8 +84,7 @@ def main() -> None:
             f"{one['shards']} shards, {one['tensors']:,} tensors: {one['wall']:.2f} s, "
             f"{one['cpu']:.2f} s of CPU, {one['peak_rss'] / 2**20:,.0f} MiB"
         )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, "open_checkpoint", machine(1), found)
     if found[0]["problems"]:
         raise SystemExit(f"error: {'; '.join(found[0]['problems'][:5])}")
     if min(one["cpu"] for one in found) > SECONDS or max(one["peak_rss"] for one in found) > MEMORY:
