@@ -49,6 +49,7 @@ def load(checkpoint: Path, variant: str) -> dict:
     vllm_overlay.activate(amendments=variant != "stock")
     import torch
 
+    from k3_checkpoint import Checkpoint
     from kimi_k3.rehearsal.layout import FP8, Layout, rank_model
     from vllm.model_executor.model_loader import expert_index
     from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
@@ -57,7 +58,7 @@ def load(checkpoint: Path, variant: str) -> dict:
     if variant == "account":
         expert_index.IndexedMapping.__iter__ = list.__iter__
     torch.set_num_threads(1)
-    files = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
+    files = [str(file) for file in Checkpoint.open(checkpoint).files]
     with rank_model(checkpoint, Layout(1, linear=FP8), "cpu") as (model, config):
         count = 0
 

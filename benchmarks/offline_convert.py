@@ -35,7 +35,7 @@ import torch
 from _options import amount, json_file, positive
 from recipe import convert_step_by_step
 
-from k3_checkpoint import shards, spec, tensors
+from k3_checkpoint import Checkpoint, shards, spec, tensors
 from kimi_k3 import convert as conversion
 from kimi_k3.convert.verify import verify_checkpoint
 
@@ -95,7 +95,7 @@ def write_source(folder: Path, gigabytes: float, count: int) -> int:
     for part in parts:
         shards.write_shard(folder, part, contents)
     shards.write_index(folder, parts)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return Checkpoint.open(folder).nbytes
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 def copy(source: Path, target: Path, workers: int) -> None:
     """Copy all shards, a share of them in each process."""
     target.mkdir()
-    files = sorted(source.glob("*.safetensors"))
+    files = Checkpoint.open(source).files
     running = []
     for i in range(workers):
         pairs = [str(path) for f in files[i::workers] for path in (f, target / f.name)]
@@ -137,7 +137,7 @@ def convert(source: Path, target: Path, workers: int) -> int:
 
 def drop(folder: Path) -> None:
     """Take a folder's files out of the page cache."""
-    for file in folder.glob("*.safetensors"):
+    for file in Checkpoint.open(folder).files:
         handle = os.open(file, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)

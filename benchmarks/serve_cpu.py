@@ -71,11 +71,12 @@ def expected_experts(folder: Path, variant: str) -> dict[int, str]:
     import torch
     from safetensors import safe_open
 
+    from k3_checkpoint import Checkpoint
     from mxfp4_int4 import convert_experts
 
     experts: dict[int, dict[tuple[str, str], dict[int, torch.Tensor]]] = {}
     pattern = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(w[123])\.weight_(packed|scale)$")
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in Checkpoint.open(folder).files:
         with safe_open(file, framework="pt") as shard:
             for name in shard.offset_keys():
                 if match := pattern.search(name):

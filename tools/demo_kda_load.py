@@ -35,6 +35,7 @@ def load(checkpoint: Path, amended: bool) -> list[dict]:
     import torch
     from torch import nn
 
+    from k3_checkpoint import Checkpoint
     from kimi_k3.rehearsal.simulated import simulated_parallel
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.config.quantization import QuantizationConfigArgs
@@ -98,7 +99,7 @@ def load(checkpoint: Path, amended: bool) -> list[dict]:
             )
 
         def attention_weights():
-            files = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
+            files = [str(file) for file in Checkpoint.open(checkpoint).files]
             for name, tensor in safetensors_weights_iterator(files, use_tqdm_on_load=False):
                 if ".self_attn." not in name:
                     continue

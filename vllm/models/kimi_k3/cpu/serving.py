@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3_checkpoint.check import check_checkpoint
-from k3_checkpoint.formats import GROUP_SIZE
+from k3_checkpoint.formats import GROUP_SIZE, Format, declared_format
 from k3_checkpoint.spec import (
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _ACTIVATIONS = ("situ", "silu")
 # What upstream's CPU decode kernel is compiled for, which is what Kimi-K3 has.
 _CPU_LATENT = (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
+# Formats of experts that cannot be split within a group.
+_GROUPED = (Format.MXFP4, Format.INT4, Format.MIXED)
 _CHECKED_FORMATS = ("auto", "safetensors", "fastsafetensors")
 
 
@@ -93,7 +95,7 @@ def _check_model(vllm_config: "VllmConfig") -> None:
         check_checkpoint(
             folder,
             ModelSpec.from_config(config),
-            experts=_expert_format(text) in (None, "mxfp4-pack-quantized"),
+            experts=declared_format(text) in (Format.PLAIN, Format.MXFP4),
         )
 
 
@@ -131,12 +133,8 @@ def model_problems(text: Mapping[str, Any], *, ranks: int, expert_parallel: bool
         )
     split = ranks * GROUP_SIZE
     inner = text["moe_intermediate_size"]
-    if _expert_format(text) is not None and not expert_parallel and inner % split:
+    if declared_format(text) in _GROUPED and not expert_parallel and inner % split:
         yield (
             f"moe_intermediate_size: expected a multiple of {split} to split MXFP4 groups of "
             f"{GROUP_SIZE} over {ranks} ranks, found {inner}; use --enable-expert-parallel"
         )
-
-
-def _expert_format(text: Mapping[str, Any]) -> str | None:
-    return (text.get("quantization_config") or {}).get("format")
