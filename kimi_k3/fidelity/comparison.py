@@ -26,7 +26,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A converted checkpoint beside its source: the one result that all three prints show.
+    """What measuring a converted checkpoint has found; all three prints show this one object.
 
     Attributes:
         destination: The converted checkpoint.

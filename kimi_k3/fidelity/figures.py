@@ -61,8 +61,9 @@ class Figures:
     Attributes:
         matrices: Looked at, in whole or in part.
         groups: Groups of 32 values.
-        compared: Groups that were compared with a source; all that follow count these.
-        broken: Groups with a scale, on either side, that is not finite or makes values that are not.
+        compared: Groups that were compared with a source. What follows, up to the largest error,
+            is about these.
+        broken: Groups with a scale on either side that is not finite, or values that are not.
         exact: Groups with every value unchanged, groups of zeros included.
         zero: Groups whose source values are all zero.
         collapsed: Groups with values in the source and only zeros in the result.
@@ -88,11 +89,16 @@ class Figures:
 
     def __add__(self, other: "Figures") -> "Figures":
         """Return the figures of both together."""
-        numbers = (
-            "matrices groups compared broken exact zero collapsed squared_error squared_value"
-        ).split()
         return Figures(
-            **{name: getattr(self, name) + getattr(other, name) for name in numbers},
+            matrices=self.matrices + other.matrices,
+            groups=self.groups + other.groups,
+            compared=self.compared + other.compared,
+            broken=self.broken + other.broken,
+            exact=self.exact + other.exact,
+            zero=self.zero + other.zero,
+            collapsed=self.collapsed + other.collapsed,
+            squared_error=self.squared_error + other.squared_error,
+            squared_value=self.squared_value + other.squared_value,
             largest_error=max(self.largest_error, other.largest_error),
             codes=tuple(map(add, self.codes, other.codes)),
             scales=tuple(map(add, self.scales, other.scales)),

@@ -71,6 +71,7 @@ def page(comparison: Comparison, written: datetime) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
+        trim_blocks=True,
         undefined=StrictUndefined,
     )
     environment.filters |= {"layer_name": layer_name, "percent": percent, "shown": shown}
@@ -87,7 +88,7 @@ def page(comparison: Comparison, written: datetime) -> str:
         written=written,
     )
     # The templates' own indentation; values have no "<" or ">" left in them.
-    return re.sub(r"(?<=>)\s+(?=<)", "", text)
+    return re.sub(r"(?<=>)\s+(?=<)", "", text).strip() + "\n"
 
 
 def _codes(total: Figures) -> Histogram:
