@@ -48,7 +48,7 @@ types: env ## Check types.
 	@$(VENV)/bin/mypy
 
 docs: env ## Build the docs site in build/site.
-	@$(VENV)/bin/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 ledger: env ## Write docs/ledger.md anew.
 	@$(VENV)/bin/python -m vllm_overlay.ledger > docs/ledger.md
