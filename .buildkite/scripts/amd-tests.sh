@@ -16,8 +16,8 @@ if [ "$#" -eq 0 ]; then
   exit 2
 fi
 "$PYTHON" -c 'import torch, sys; sys.exit(0 if torch.version.hip else "error: torch here is no ROCm build: expected an AMD GPU with a ROCm build of vLLM")'
-"$PYTHON" -m pip install --quiet --no-deps --editable .
-"$PYTHON" -m pip install --quiet "wrapt>=1.16,<3" "typer>=0.12,<1" "rich>=13,<16" "pytest>=8,<10" "hypothesis>=6.100,<7"
+# vLLM and torch are no dependencies of this project, so pip leaves those of the image as they are.
+"$PYTHON" -m pip install --quiet --editable . "pytest>=8,<10" "hypothesis>=6.100,<7"
 "$PYTHON" -m pip show vllm >/dev/null 2>&1 || echo "note: no distribution named vllm; the module decides"
 kimi-k3 status
 "$PYTHON" -m pytest -v -m "not network" "$@"

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """The pipelines parse, and every command, file and path that they name exists."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -16,6 +17,14 @@ STEPS = [
     for file in PIPELINES
     for step in yaml.safe_load(file.read_text())["steps"]
 ]
+# Each package with those below it (pyproject.toml holds the direction).
+BELOW = {
+    "vllm_overlay": set(),
+    "mxfp4_int4": set(),
+    "k3_checkpoint": {"mxfp4_int4"},
+    "vllm": {"vllm_overlay", "mxfp4_int4", "k3_checkpoint"},
+    "kimi_k3": {"vllm_overlay", "mxfp4_int4", "k3_checkpoint", "vllm"},
+}
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -46,6 +55,43 @@ def test_commands_exist(step):
 def test_dependencies_exist(step):
     for path in step["source_file_dependencies"]:
         assert (ROOT / path).exists(), path
+
+
+def packages_of(tests: list[str]) -> set[str]:
+    """The packages that these tests import, and those below them."""
+    found = {"vllm_overlay"}  # the script runs `kimi-k3 status`
+    for test in tests:
+        path = ROOT / test
+        for file in [path] if path.is_file() else path.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                elif isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                else:
+                    continue
+                found |= {name.partition(".")[0] for name in names} & BELOW.keys()
+    return found.union(*(BELOW[package] for package in found))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_change_of_what_a_step_runs_starts_it(step):
+    """Its tests, the packages they are of, how they are built, and the step itself."""
+    dependencies = step["source_file_dependencies"]
+    needed = {"pyproject.toml", "setup.py", ".buildkite/"}
+    for command in step["commands"]:
+        program, *arguments = command.split()
+        tests = arguments[1:] if program == "bash" else []
+        needed |= set(tests) | (packages_of(tests) if tests else BELOW.keys())
+        needed |= {"Makefile", "tools/"} if program == "make" else set()
+        needed |= {"tests/"} if arguments[-1] in ("test", "slow") else set()
+    for path in needed:
+        parts = f"{path.rstrip('/')}/"
+        covered = any(
+            parts.startswith(f"{entry.rstrip('/')}/") or entry.startswith(parts)
+            for entry in dependencies
+        )
+        assert covered, f"{step['label']}: {path} is in no entry of {dependencies}"
 
 
 def test_amd_steps_cover_both_architectures():
