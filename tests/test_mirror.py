@@ -65,6 +65,7 @@ TESTED_IN = {
 # Files of tests of no single module: what they are of.
 OF_SEVERAL = {
     "tests/buildkite/": "the pipelines",
+    "tests/docs/": "the pages and the site",
     "tests/kimi_k3/cli/test_cli.py": "the command line as a whole",
     "tests/kimi_k3/cli/test_main.py": "the installed command",
     "tests/kimi_k3/convert/test_resume.py": "a conversion that was killed",
