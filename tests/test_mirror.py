@@ -51,7 +51,7 @@ TESTED_IN = {
     "vllm/models/kimi_k3/cpu/": ("tests/models/kimi_k3/cpu/test_kda.py", "forms compared"),
     "kimi_k3/cli/plan.py": ("tests/kimi_k3/cli/test_cli.py", "printed beside `rehearse`"),
     "kimi_k3/convert/": (
-        "tests/kimi_k3/convert/test_run.py",
+        "tests/kimi_k3/convert/test_resume.py",
         "seen from outside: files on disk, after every kind of interruption",
     ),
     "kimi_k3/doctor/amendments.py": ("tests/kimi_k3/cli/test_status.py", "what status prints"),
