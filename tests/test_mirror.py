@@ -51,7 +51,7 @@ TESTED_IN = {
     "vllm/models/kimi_k3/cpu/": ("tests/models/kimi_k3/cpu/test_kda.py", "forms compared"),
     "kimi_k3/cli/plan.py": ("tests/kimi_k3/cli/test_cli.py", "printed beside `rehearse`"),
     "kimi_k3/convert/": (
-        "tests/kimi_k3/convert/test_run.py",
+        "tests/kimi_k3/convert/test_resume.py",
         "seen from outside: files on disk, after every kind of interruption",
     ),
     "kimi_k3/doctor/amendments.py": ("tests/kimi_k3/cli/test_status.py", "what status prints"),
@@ -65,6 +65,7 @@ TESTED_IN = {
 # Files of tests of no single module: what they are of.
 OF_SEVERAL = {
     "tests/buildkite/": "the pipelines",
+    "tests/docs/": "the pages and the site",
     "tests/kimi_k3/cli/test_cli.py": "the command line as a whole",
     "tests/kimi_k3/cli/test_main.py": "the installed command",
     "tests/kimi_k3/convert/test_resume.py": "a conversion that was killed",
