@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Who may convert into a folder: a lock that the kernel frees when its holders are dead."""
+"""Who may convert into a folder: a lock that the kernel frees when its holders are dead.
+
+The workers inherit its descriptor, so that the folder stays locked until the last of them is gone
+after their parent was killed. filelock (tried: 4.3) does not offer its descriptor: with it, another
+process got the lock while a worker of a killed parent was still writing.
+"""
 
 import errno
 import fcntl
@@ -24,14 +29,12 @@ def acquire(path: Path) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The run before may have finished and removed the file in between.
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            if _try(lock) and path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
                 return lock
-        except OSError as error:
-            if error.errno not in _BUSY:
-                os.close(lock)
-                raise
+        except OSError:
+            os.close(lock)
+            raise
         os.close(lock)
         if time.monotonic() > deadline:
             return None
@@ -45,9 +48,16 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in _BUSY
+        return not _try(lock)
     finally:
         os.close(lock)
-    return False
+
+
+def _try(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _BUSY:
+            raise
+        return False
+    return True

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from k3_checkpoint.headers import ELEMENT_BYTES, MAX_HEADER, Header
 from kimi_k3.convert.options import ConversionFailed, shown
@@ -77,7 +78,7 @@ def plan_shard(name: str, header: Header, modules: Iterable[Module]) -> Layout:
             groups = columns // GROUP
             new[scale] = [Tensor(scale, "BF16", (rows, groups), 2 * rows * groups)]
     tensors = sorted(_tensors(header, new), key=lambda t: -ELEMENT_BYTES.get(t.dtype, 1))
-    entries: dict[str, dict] = {"__metadata__": header.metadata} if header.metadata else {}
+    entries: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
     offset = 0
     offsets = {}
     for tensor in tensors:

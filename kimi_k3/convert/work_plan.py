@@ -3,26 +3,17 @@
 """What a conversion will do, from headers alone: modules, layouts, bytes. Writes nothing."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from k3_checkpoint.shards import INDEX_NAME
-from kimi_k3.convert.layout import Layout, plan_shard
-from kimi_k3.convert.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    ShardRecord,
-)
-from kimi_k3.convert.options import ConversionFailed, ConvertOptions, shown
+from kimi_k3.convert.manifest import MANIFEST_NAME, Fingerprint, ShardRecord, Stamp
+from kimi_k3.convert.options import ConvertOptions
 from kimi_k3.convert.quantization import converted_config
 from kimi_k3.convert.selection import Selection, select
 from kimi_k3.convert.shard import Job
+from kimi_k3.convert.shard_layout import Layout, plan_shard
 from kimi_k3.convert.source import Module, Source, read_source
-
-# Resident memory of one worker at most, measured (docs/convert.md); most of it is torch's code.
-WORKER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,33 +55,33 @@ class Plan:
         """Bytes of the files that are copied."""
         return sum((self.source.folder / name).stat().st_size for name in self.source.others)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """What has to be the same for two runs to be one conversion."""
-        return {
-            "source": str(self.source.folder),
-            "scale_rule": self.options.scale_rule,
-            "include": list(self.options.include),
-            "exclude": list(self.options.exclude),
-            "shards": {name: header.digest for name, header in self.source.headers.items()},
-        }
+        chosen = self.options
+        globs = list(chosen.include), list(chosen.exclude)
+        headers = {name: header.digest for name, header in self.source.headers.items()}
+        return Fingerprint(str(self.source.folder), chosen.scale_rule, *globs, headers)
 
     def job(self, name: str, path: Path, expected: ShardRecord | None = None) -> Job:
-        """The work on one shard."""
+        """The work on one shard of the result, which lies at ``path`` or is to be written there."""
         return Job(
-            source=str(self.source.folder),
+            source=self.source.folder,
             name=name,
-            partial=str(path),
+            result=path,
             modules=self.modules[name],
             scale_rule=self.options.scale_rule,
             device=self.options.device,
             expected=expected,
         )
 
-    def needed(self, name: str) -> Iterator[str]:
+    def needed(self, name: str) -> list[str]:
         """Shards of the source that a shard of the result is made of."""
-        yield from {name} | {
-            shard for m in self.modules[name] for shard in (m.packed_in, m.scale_in)
-        }
+        modules = self.modules[name]
+        return sorted({name, *(m.packed_in for m in modules), *(m.scale_in for m in modules)})
+
+    def stamps(self, name: str) -> dict[str, Stamp]:
+        """Stamps of these shards as they are now."""
+        return {file: Stamp.of(self.source.folder / file) for file in self.needed(name)}
 
     def config_text(self) -> bytes:
         """config.json of the result."""
@@ -110,29 +101,6 @@ class Plan:
             },
         }
         return (json.dumps(index, indent=1) + "\n").encode()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Figures for people and scripts."""
-        chosen = self.selection
-        return {
-            "source": str(self.source.folder),
-            "scale_rule": self.options.scale_rule,
-            "modules_to_convert": len(chosen.modules),
-            "modules_kept": len(self.source.modules) - len(chosen.modules),
-            "tensors": sum(len(header.entries) for header in self.source.headers.values()),
-            "files_to_copy": len(self.source.others),
-            "bytes_in": self.source_bytes + self.other_bytes,
-            "bytes_out": self.result_bytes + self.other_bytes,
-            "memory_per_worker_bytes": WORKER_BYTES,
-            "shards": {
-                name: {
-                    "bytes_in": self.source.headers[name].size,
-                    "bytes_out": layout.size,
-                    "modules": len(self.modules[name]),
-                }
-                for name, layout in self.layouts.items()
-            },
-        }
 
 
 def make_plan(folder: Path, options: ConvertOptions, destination: Path | None = None) -> Plan:
@@ -158,41 +126,3 @@ def make_plan(folder: Path, options: ConvertOptions, destination: Path | None = 
     return Plan(
         source, options, selection, layouts, {name: tuple(m) for name, m in modules.items()}
     )
-
-
-def fingerprint(manifest: Manifest) -> dict[str, Any]:
-    """`Plan.fingerprint` of a finished conversion."""
-    return {
-        "source": manifest.source,
-        "scale_rule": manifest.scale_rule,
-        "include": list(manifest.include),
-        "exclude": list(manifest.exclude),
-        "shards": {name: record.source_header for name, record in manifest.shards.items()},
-    }
-
-
-def check_same(folder: Path, earlier: dict[str, Any], plan: Plan) -> None:
-    """Refuse to go on with what was begun as something else.
-
-    Raises:
-        ConversionFailed: Names what differs.
-    """
-    differ = []
-    for name, now in plan.fingerprint().items():
-        then = earlier.get(name)
-        if then == now:
-            continue
-        if isinstance(now, dict) and isinstance(then, dict):
-            for shard in sorted(n for n in now.keys() | then.keys() if now.get(n) != then.get(n)):
-                one = shard not in now or shard not in then
-                what = "only there " + ("then" if shard in then else "now")
-                differ.append(f"{shown(shard)}: {what if one else 'another header in the source'}")
-        else:
-            differ.append(f"{name}: {then!r} then, {now!r} now")
-    if differ:
-        raise ConversionFailed(
-            f"{shown(folder)} was begun as another conversion:",
-            differ,
-            "Nothing was written. Resume with the source and the options of then, or name a new "
-            "folder.",
-        )
