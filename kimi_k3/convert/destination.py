@@ -96,8 +96,13 @@ class Destination:
             ConversionFailed: Says which of the cases it is.
         """
         state = self.state()
-        if state == "begun" and not resume and not self._held and lock.is_held(self.work / _LOCK):
-            raise self._busy()
+        if state == "begun" and not resume and not self._held:
+            # Where it may not be written, nobody is told apart from one that was stopped.
+            with suppress(OSError):
+                held = lock.acquire(self.work / _LOCK, wait=0)
+                if held is None:
+                    raise self._busy()
+                os.close(held)
         if state == "new" or (resume and state in ("begun", "finished")):
             return
         raise ConversionFailed(
@@ -231,12 +236,13 @@ class Destination:
     def copy(self, source: Path, name: str) -> FileRecord:
         """Copy a file byte for byte."""
         with source.open("rb") as file:
-            return self._store(file, name, False)
+            return self._store(file, name)
 
-    def _store(self, source: BinaryIO, name: str, hidden: bool) -> FileRecord:
+    def _store(self, source: BinaryIO, name: str, hidden: bool = False) -> FileRecord:
         partial = self.partial_path()
         digest, size = sha256(), 0
-        with _errors_name(self._path(name, hidden), partial), partial.open("xb") as file:
+        target = (self.work if hidden else self.folder) / name
+        with _errors_name(target, partial), partial.open("xb") as file:
             while piece := source.read(COPY_PIECE):
                 digest.update(piece)
                 size += file.write(piece)
@@ -252,7 +258,7 @@ class Destination:
 
     def place(self, partial: Path, name: str, *, hidden: bool = False) -> None:
         """Give a complete file its name; survives a crash of the machine."""
-        target = self._path(name, hidden)
+        target = (self.work if hidden else self.folder) / name
         with _errors_name(target, partial):
             # A link there would lead the file, and what it replaces, out of the folder.
             if target.parent.resolve() != target.parent or target.is_dir():
@@ -260,9 +266,6 @@ class Destination:
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.rename(target)
             sync_folder(target.parent)
-
-    def _path(self, name: str, hidden: bool = False) -> Path:
-        return (self.work if hidden else self.folder) / name
 
     def write_note(self, name: str, note: ShardNote) -> None:
         """Note down a shard before it gets its name."""

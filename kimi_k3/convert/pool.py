@@ -23,8 +23,8 @@ from typing import IO
 from kimi_k3.convert.kernel import needs_torch
 from kimi_k3.convert.options import ConvertOptions
 from kimi_k3.convert.ray_tasks import run_ray
-from kimi_k3.convert.shard import Job
 from kimi_k3.convert.signals import held_back
+from kimi_k3.convert.work_plan import Job
 from kimi_k3.convert.worker import Outcome, run_job
 
 _WORKER = "kimi_k3.convert.worker"
@@ -134,8 +134,10 @@ class _Worker:
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", f"from {_WORKER} import main; main()"]
-                + [str(os.getpid()), str(theirs.fileno())],
+                [
+                    *(sys.executable, "-c", f"from {_WORKER} import main; main()"),
+                    *(str(os.getpid()), str(theirs.fileno())),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kimi_k3.convert.options import ConversionFailed
-from kimi_k3.convert.shard import Job
 from kimi_k3.convert.signals import handlers_kept
+from kimi_k3.convert.work_plan import Job
 from kimi_k3.convert.worker import Outcome, run_job
 
 # For tasks to end that were told to.

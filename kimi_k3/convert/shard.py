@@ -13,18 +13,15 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
 from queue import SimpleQueue
-
-from msgspec import Struct
 
 from k3_checkpoint.headers import Header, read_full_header
 from kimi_k3.convert.digest import RunningDigest
 from kimi_k3.convert.kernel import convert_rows, library_agrees, shape_bytes
 from kimi_k3.convert.manifest import FileRecord, ShardRecord
 from kimi_k3.convert.options import ConversionFailed, shown
-from kimi_k3.convert.shard_layout import Tensor, plan_shard
 from kimi_k3.convert.source import GROUP, PACKED, SCALE, SHAPE, Module
+from kimi_k3.convert.work_plan import Job, Tensor, plan_shard
 
 # Bytes of codes, or of anything else, that are in work at a time.
 PIECE = 8 << 20
@@ -33,28 +30,6 @@ _BUFFERS = 6
 _SHOWN = 3
 # The library takes some tens of bytes for a value; rows of a few MB of values are enough.
 _LIBRARY_VALUES = 1 << 21
-
-
-class Job(Struct, frozen=True):
-    """One shard to convert.
-
-    Attributes:
-        source: The source's folder.
-        name: The shard's file name.
-        result: The file to write; with ``expected``, the one to read and compare.
-        modules: To convert, each with a tensor in this shard.
-        scale_rule: Of the conversion.
-        device: "cpu" or "cuda".
-        expected: For `check_shard`: what the manifest says.
-    """
-
-    source: Path
-    name: str
-    result: Path
-    modules: tuple[Module, ...]
-    scale_rule: str
-    device: str
-    expected: ShardRecord | None = None
 
 
 def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None) -> ShardRecord:

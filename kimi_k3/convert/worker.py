@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from msgspec import Struct
 
 from kimi_k3.convert.manifest import ShardRecord
-from kimi_k3.convert.shard import Job, check_shard, convert_shard
+from kimi_k3.convert.shard import check_shard, convert_shard
+from kimi_k3.convert.work_plan import Job
 
 _PR_SET_PDEATHSIG = 1
 

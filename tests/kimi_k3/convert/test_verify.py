@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "tools": (lambda m: m.update(tools={"torch": 1}), "tools.torch: expected `str`, found `int`"),
     "files": (
         lambda m: m["files"].update({"config.json": None}),
-        "files.config.json: expected `object`",
+        "files.config.json: expected `obj",
     ),
     "away": (lambda m: m["files"].update({"../../x": {}}), "files: expected a name of a file"),
     "nul": (lambda m: m["files"].update({"a\0b": {}}), "files: expected a name of a file"),
