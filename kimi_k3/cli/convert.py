@@ -2,25 +2,27 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 convert`: the int4 checkpoint, once and offline.
 
-Parses and prints; the package `conversion` does the work. torch is imported by who converts.
+Parses and prints; the package `kimi_k3.convert` does the work. torch is imported by who converts.
 """
 
 import json
 import re
 import signal
 import sys
-import time
-from dataclasses import replace
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import typer
 
 if TYPE_CHECKING:
-    from kimi_k3.convert import ConvertOptions, Manifest
-    from kimi_k3.convert.plan import Plan
+    from kimi_k3.convert import ConvertOptions
+    from kimi_k3.convert.results import DryRun, Result
 
+_T = TypeVar("_T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -95,9 +97,9 @@ def convert(
     129 after SIGHUP.
     """
     from kimi_k3.convert import ConversionFailed, ConvertOptions
+    from kimi_k3.convert.conversion import dry_run as plan_only
     from kimi_k3.convert.signals import Stopped, stops_interrupt
 
-    started = time.monotonic()
     try:
         options = ConvertOptions(
             scale_rule=scale_rule.value,
@@ -114,10 +116,10 @@ def convert(
     try:
         folder = find_source(source)
         if dry_run:
-            _print_plan(folder, destination, options, as_json)
+            _print(plan_only(folder, destination, options), _show_plan, as_json)
             return
         with stops_interrupt():
-            manifest, done = _work(folder, destination, options)
+            result = _work(folder, destination, options)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         then = "--resume goes on" if resume or not verify else "run it again"
@@ -129,7 +131,7 @@ def convert(
         where = f"{error.filename}: " if error.filename else ""
         then = "run it again" if dry_run or (verify and not resume) else "--resume goes on"
         _fail(f"{where}{error.strerror or error}. Once that is mended, {then}", [], as_json)
-    _print_done(destination, manifest, done, time.monotonic() - started, as_json)
+    _print(result, partial(_show_result, destination), as_json)
 
 
 def find_source(text: str) -> Path:
@@ -157,25 +159,17 @@ def find_source(text: str) -> Path:
     )
 
 
-def _work(folder: Path, destination: Path, options: "ConvertOptions") -> tuple["Manifest", str]:
+def _work(folder: Path, destination: Path, options: "ConvertOptions") -> "Result":
+    from kimi_k3.convert import convert_checkpoint
     from kimi_k3.convert.destination import Destination
-    from kimi_k3.convert.run import convert_checkpoint
-    from kimi_k3.convert.terminal import terminal_progress
+    from kimi_k3.convert.progress import terminal_progress
     from kimi_k3.convert.verify import verify_checkpoint
 
     with terminal_progress() as progress:
         finished = Destination(destination).state() == "finished"
-        if options.verify and finished and not options.resume:
-            manifest = verify_checkpoint(folder, destination, options, progress)
-            return manifest, f"all {len(manifest.shards)} shards verified"
-        manifest = convert_checkpoint(folder, destination, replace(options, verify=False), progress)
-        done = f"{progress.shards} of {len(manifest.shards)} shards converted"
-        if progress.shards < len(manifest.shards):
-            done += ", the others kept"
-        if options.verify:
-            verify_checkpoint(folder, destination, options, progress)
-            done += ", all verified"
-        return manifest, done
+        only_verify = options.verify and finished and not options.resume
+        work = verify_checkpoint if only_verify else convert_checkpoint
+        return work(folder, destination, options, progress)
 
 
 def _fail(message: str, problems: list[str], as_json: bool) -> None:
@@ -186,57 +180,22 @@ def _fail(message: str, problems: list[str], as_json: bool) -> None:
     raise typer.Exit(1)
 
 
-def _print_done(
-    destination: Path, manifest: "Manifest", done: str, seconds: float, as_json: bool
-) -> None:
-    size = sum(record.source.bytes for record in manifest.shards.values())
-    result = sum(record.result.bytes for record in manifest.shards.values())
-    modules = {name for record in manifest.shards.values() for name in record.modules}
+def _print(found: _T, show: Callable[[_T], None], as_json: bool) -> None:
     if as_json:
-        found: dict[str, Any] = {
-            "done": done,
-            "destination": str(destination.resolve()),
-            "source": manifest.source,
-            "scale_rule": manifest.scale_rule,
-            "modules": len(modules),
-            "shards": len(manifest.shards),
-            "bytes_in": size,
-            "bytes_out": result,
-            "seconds": round(seconds, 3),
-        }
-        print(json.dumps(found, indent=1))
-        return
+        print(json.dumps(msgspec.to_builtins(found), indent=1))
+    else:
+        show(found)
+
+
+def _show_result(destination: Path, result: "Result") -> None:
     print(
-        f"{destination}: {done}; {len(modules):,} modules, "
-        f"{size / 1e9:,.3f} GB to {result / 1e9:,.3f} GB in {seconds:,.1f} s, "
-        f"scale rule {manifest.scale_rule}"
+        f"{destination}: {result.done}; {result.modules:,} modules, "
+        f"{result.bytes_in / 1e9:,.3f} GB to {result.bytes_out / 1e9:,.3f} GB in "
+        f"{result.seconds:,.1f} s, scale rule {result.scale_rule}"
     )
 
 
-def _print_plan(folder: Path, destination: Path, options: "ConvertOptions", as_json: bool) -> None:
-    from kimi_k3.convert.destination import Destination
-    from kimi_k3.convert.options import resolved
-    from kimi_k3.convert.plan import make_plan
-    from kimi_k3.convert.run import worker_count
-
-    target = Destination(destination)
-    target.check_apart(resolved(folder))
-    plan = make_plan(folder, options, target.folder)
-    target.check_entries(plan.result_names)
-    workers = worker_count(options, len(plan.layouts), plan.source_bytes)
-    found = plan.as_dict() | {
-        "destination": str(target.folder),
-        "destination_state": target.state(),
-        "bytes_free": target.free_bytes(),
-        "workers": workers,
-    }
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        _print_table(plan, found)
-
-
-def _print_table(plan: "Plan", found: dict[str, Any]) -> None:
+def _show_plan(plan: "DryRun") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -245,19 +204,18 @@ def _print_table(plan: "Plan", found: dict[str, Any]) -> None:
     table.add_column("shard", overflow="fold")
     for column in ("modules to convert", "GB in", "GB out"):
         table.add_column(column, justify="right")
-    for name, shard in found["shards"].items():
-        sizes = (f"{shard[key] / 1e9:,.3f}" for key in ("bytes_in", "bytes_out"))
-        table.add_row(name, f"{shard['modules']:,}", *sizes)
+    for name, shard in plan.shards.items():
+        sizes = (f"{size / 1e9:,.3f}" for size in (shard.bytes_in, shard.bytes_out))
+        table.add_row(name, f"{shard.modules:,}", *sizes)
     console = Console()
     console.print(table)
-    kept = f", {found['modules_kept']:,} stay MXFP4" if found["modules_kept"] else ""
-    per_worker = found["memory_per_worker_bytes"] / 2**30
+    kept = f", {plan.modules_kept:,} stay MXFP4" if plan.modules_kept else ""
     lines = f"""\
-{found["source"]} -> {found["destination"]} ({found["destination_state"]})
-{found["modules_to_convert"]:,} modules to int4 by {found["scale_rule"]}{kept}
-{found["files_to_copy"]:,} other files to copy
-{found["bytes_in"] / 1e9:,.3f} GB in, {found["bytes_out"] / 1e9:,.3f} GB out, \
-{found["bytes_free"] / 1e9:,.3f} GB free
-workers: {found["workers"]}, each under {per_worker:.0f} GiB of memory
+{plan.source} -> {plan.destination} ({plan.destination_state})
+{plan.modules_to_convert:,} modules to int4 by {plan.scale_rule}{kept}
+{plan.files_to_copy:,} other files to copy
+{plan.bytes_in / 1e9:,.3f} GB in, {plan.bytes_out / 1e9:,.3f} GB out, \
+{plan.bytes_free / 1e9:,.3f} GB free
+workers: {plan.workers}, each under {plan.memory_per_worker_bytes / 2**30:.0f} GiB of memory
 Nothing was written."""
     console.print(lines, highlight=False, markup=False)

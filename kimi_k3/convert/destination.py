@@ -9,59 +9,40 @@ run must know of the finished, lies in one hidden folder that the last step remo
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import BinaryIO
 
 from k3_checkpoint.shards import INDEX_NAME
 from kimi_k3.convert import lock
-from kimi_k3.convert.fields import objects, read_json, text, texts, whole
 from kimi_k3.convert.manifest import (
     MANIFEST_NAME,
     FileRecord,
+    Fingerprint,
     Manifest,
-    ShardRecord,
+    ShardNote,
+    checked,
+    read_json,
 )
 from kimi_k3.convert.options import ConversionFailed, resolved, shown
 from kimi_k3.convert.source import WORK_NAME
 
 COPY_PIECE = 8 << 20
 _PLAN = "plan.json"
-_RECORD = ".shard.json"
+_NOTE = ".shard.json"
 _LOCK = "lock"
-# What an account must say; `Plan.fingerprint` says it.
-_ACCOUNT = ("source", "scale_rule", "include", "exclude", "shards")
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """By what a change of a source file is noticed without reading it."""
-
-    bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, file: Path) -> "Stamp":
-        """The stamp of a file, links followed."""
-        status = file.stat()
-        return cls(status.st_size, status.st_mtime_ns)
-
-    @classmethod
-    def from_json(cls, value: object, at: str) -> "Stamp":
-        """The inverse of `dataclasses.asdict`.
-
-        Raises:
-            ValueError: A field is not of its kind.
-        """
-        found = objects(value, at, ("bytes", "mtime_ns"))
-        # There are files from before 1970.
-        if type(found["mtime_ns"]) is not int:
-            raise ValueError(f"{at}.mtime_ns: expected a whole number")
-        return cls(whole(found["bytes"], f"{at}.bytes"), found["mtime_ns"])
+_FOUND = {
+    "begun": "an unfinished conversion. Nothing was written. Run again with --resume to continue "
+    "it",
+    "finished": "a finished conversion. Nothing was written. Run with --verify to prove it, or "
+    "with --resume to repair it",
+    "foreign": "files that no conversion of this tool wrote. Nothing was written. Name a new or "
+    "empty folder",
+}
 
 
 class Destination:
@@ -115,24 +96,17 @@ class Destination:
             ConversionFailed: Says which of the cases it is.
         """
         state = self.state()
-        if state == "begun" and not resume and not self._held and lock.is_held(self.work / _LOCK):
-            raise self._busy()
+        if state == "begun" and not resume and not self._held:
+            # Where it may not be written, nobody is told apart from one that was stopped.
+            with suppress(OSError):
+                held = lock.acquire(self.work / _LOCK, wait=0)
+                if held is None:
+                    raise self._busy()
+                os.close(held)
         if state == "new" or (resume and state in ("begun", "finished")):
             return
-        what, then = {
-            "begun": ("an unfinished conversion", "Run again with --resume to continue it"),
-            "finished": (
-                "a finished conversion",
-                "Run with --verify to prove it, or with --resume to repair it",
-            ),
-            "foreign": (
-                "files that no conversion of this tool wrote",
-                "Name a new or empty folder",
-            ),
-        }[state]
         raise ConversionFailed(
-            f"{shown(self.folder)}: expected a new or empty folder, found {what}. Nothing was "
-            f"written. {then}"
+            f"{shown(self.folder)}: expected a new or empty folder, found {_FOUND[state]}"
         )
 
     @contextmanager
@@ -176,7 +150,7 @@ class Destination:
         if not self.work.is_dir():
             return
         self.sweep()
-        if not any(self.work.glob(f"*{_RECORD}")):
+        if not any(self.work.glob(f"*{_NOTE}")):
             (self.work / _PLAN).unlink(missing_ok=True)
         if not (self.work / _PLAN).exists():
             self.finish()
@@ -190,7 +164,7 @@ class Destination:
             ConversionFailed: A folder, a pipe or a device under a file's name, or a link in place
                 of a folder, through which something else would be overwritten.
         """
-        hidden = [f"{WORK_NAME}/{file.name}" for file in self.work.glob(f"*{_RECORD}")]
+        hidden = [f"{WORK_NAME}/{file.name}" for file in self.work.glob(f"*{_NOTE}")]
         problems: dict[str, None] = {}
         for name in (*names, f"{WORK_NAME}/{_PLAN}", *hidden):
             path = self.folder / name
@@ -208,26 +182,32 @@ class Destination:
                 "Nothing was written. Remove what is named, or name a new folder.",
             )
 
-    def read_plan(self) -> dict[str, Any] | None:
-        """What an earlier run has written down about itself; None if there is nothing of use."""
-        try:
-            found = objects(read_json(self.work / _PLAN), _PLAN, _ACCOUNT)
-            for name in ("source", "scale_rule"):
-                text(found[name], name)
-            for name in ("include", "exclude"):
-                texts(found[name], name)
-            for name, header in objects(found["shards"], "shards").items():
-                text(header, name)
-        except (FileNotFoundError, ValueError):
-            return None
-        return found
+    def begin(self, now: Fingerprint) -> None:
+        """Write down what is being done, after comparing it with what an earlier run did.
 
-    def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write down what is being done. Without an account of it, finished shards mean nothing."""
-        if self.read_plan() is None:
-            for record in self.work.glob(f"*{_RECORD}"):
-                record.unlink()
-        self.write(_PLAN, json.dumps(plan).encode(), hidden=True)
+        Raises:
+            ConversionFailed: The folder is that of another conversion; names what differs.
+        """
+        try:
+            earlier = checked(read_json(self.work / _PLAN), Fingerprint)
+        except (FileNotFoundError, ValueError):
+            earlier = None
+        unknown = earlier is None
+        if earlier is None and (self.folder / MANIFEST_NAME).exists():
+            earlier = self.manifest().fingerprint()
+        differ = earlier.differences(now) if earlier is not None else []
+        if differ:
+            raise ConversionFailed(
+                f"{shown(self.folder)} was begun as another conversion:",
+                differ,
+                "Nothing was written. Resume with the source and the options of then, or name a "
+                "new folder.",
+            )
+        if unknown:
+            # Notes of finished shards mean nothing without what was being done.
+            for note in self.work.glob(f"*{_NOTE}"):
+                note.unlink()
+        self.write(_PLAN, json.dumps(now.as_dict()).encode(), hidden=True)
 
     def manifest(self) -> Manifest:
         """The manifest.
@@ -244,13 +224,6 @@ class Destination:
         except ValueError as error:
             raise ConversionFailed(f"{error}. Convert into a new folder") from error
 
-    def finished_records(self) -> dict[str, ShardRecord]:
-        """Shards of a finished conversion by its manifest, if there is one."""
-        try:
-            return Manifest.read(self.folder).shards
-        except (FileNotFoundError, ValueError):
-            return {}
-
     def free_bytes(self) -> int:
         """Bytes that can be written where the folder is, or will be."""
         place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
@@ -258,28 +231,25 @@ class Destination:
 
     def write(self, name: str, data: bytes, *, hidden: bool = False) -> FileRecord:
         """Write a small file whole."""
-        partial = self.partial_path()
-        with _told_as(self._path(name, hidden), partial), partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.place(partial, name, hidden=hidden)
-        return FileRecord(len(data), sha256(data).hexdigest())
+        return self._store(BytesIO(data), name, hidden)
 
     def copy(self, source: Path, name: str) -> FileRecord:
         """Copy a file byte for byte."""
+        with source.open("rb") as file:
+            return self._store(file, name)
+
+    def _store(self, source: BinaryIO, name: str, hidden: bool = False) -> FileRecord:
         partial = self.partial_path()
-        digest, count = sha256(), 0
-        told = _told_as(self._path(name), partial)
-        with told, source.open("rb") as read, partial.open("xb") as written:
-            while piece := read.read(COPY_PIECE):
+        digest, size = sha256(), 0
+        target = (self.work if hidden else self.folder) / name
+        with _errors_name(target, partial), partial.open("xb") as file:
+            while piece := source.read(COPY_PIECE):
                 digest.update(piece)
-                written.write(piece)
-                count += len(piece)
-            written.flush()
-            os.fsync(written.fileno())
-        self.place(partial, name)
-        return FileRecord(count, digest.hexdigest())
+                size += file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        self.place(partial, name, hidden=hidden)
+        return FileRecord(size, digest.hexdigest())
 
     def partial_path(self) -> Path:
         """A name that no other run uses, for a file that is not complete."""
@@ -288,8 +258,8 @@ class Destination:
 
     def place(self, partial: Path, name: str, *, hidden: bool = False) -> None:
         """Give a complete file its name; survives a crash of the machine."""
-        target = self._path(name, hidden)
-        with _told_as(target, partial):
+        target = (self.work if hidden else self.folder) / name
+        with _errors_name(target, partial):
             # A link there would lead the file, and what it replaces, out of the folder.
             if target.parent.resolve() != target.parent or target.is_dir():
                 self.check_entries([str(target.relative_to(self.folder))])
@@ -297,32 +267,20 @@ class Destination:
             partial.rename(target)
             sync_folder(target.parent)
 
-    def _path(self, name: str, hidden: bool = False) -> Path:
-        return (self.work if hidden else self.folder) / name
-
-    def remember(self, name: str, record: ShardRecord, stamps: dict[str, Stamp]) -> None:
+    def write_note(self, name: str, note: ShardNote) -> None:
         """Note down a shard before it gets its name."""
-        entry = {
-            "record": asdict(record),
-            "stamps": {file: asdict(stamp) for file, stamp in stamps.items()},
-        }
-        self.write(_record_name(name), json.dumps(entry).encode(), hidden=True)
+        self.write(_note_name(name), json.dumps(note.as_dict()).encode(), hidden=True)
 
-    def remembered(self, name: str) -> tuple[ShardRecord, dict[str, Stamp]] | None:
-        """What `remember` noted down; None if there is nothing of use."""
+    def read_note(self, name: str) -> ShardNote | None:
+        """What `write_note` noted down, if anything.
+
+        Raises:
+            ValueError: It is damaged.
+        """
         try:
-            note = objects(read_json(self.work / _record_name(name)), name, ("record", "stamps"))
-            stamps = {
-                file: Stamp.from_json(stamp, file)
-                for file, stamp in objects(note["stamps"], "stamps").items()
-            }
-            return ShardRecord.from_json(note["record"]), stamps
-        except (FileNotFoundError, ValueError):
+            return checked(read_json(self.work / _note_name(name)), ShardNote)
+        except FileNotFoundError:
             return None
-
-    def is_noted(self, name: str) -> bool:
-        """Whether `remember` has noted down a shard, legible or not."""
-        return (self.work / _record_name(name)).exists()
 
     def sweep(self) -> None:
         """Remove what is incomplete."""
@@ -344,12 +302,12 @@ class Destination:
         sync_folder(self.folder)
 
 
-def _record_name(shard: str) -> str:
-    return sha256(shard.encode(errors="surrogateescape")).hexdigest()[:32] + _RECORD
+def _note_name(shard: str) -> str:
+    return sha256(shard.encode(errors="surrogateescape")).hexdigest()[:32] + _NOTE
 
 
 @contextmanager
-def _told_as(target: Path, partial: Path) -> Iterator[None]:
+def _errors_name(target: Path, partial: Path) -> Iterator[None]:
     """Errors about an incomplete file name the one that it was to become."""
     try:
         yield
@@ -366,15 +324,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def digest_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileRecord:
-    """Size and SHA-256 of a file, read whole."""
-    digest, size = sha256(), 0
-    buffer = memoryview(bytearray(COPY_PIECE))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-            on_bytes(count)
-    return FileRecord(size, digest.hexdigest())

@@ -32,6 +32,11 @@ def check_device(device: str) -> None:
         )
 
 
+def needs_torch(device: str) -> bool:
+    """Whether `convert_rows` imports torch."""
+    return True
+
+
 def convert_rows(
     codes: memoryview, scales: memoryview, rows: int, scale_rule: str, device: str
 ) -> tuple[memoryview, memoryview]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kimi_k3.convert.options import ConversionFailed
-from kimi_k3.convert.pool import Outcome
-from kimi_k3.convert.shard import Job
 from kimi_k3.convert.signals import handlers_kept
+from kimi_k3.convert.work_plan import Job
+from kimi_k3.convert.worker import Outcome, run_job
 
 # For tasks to end that were told to.
 _PATIENCE = 30.0
@@ -36,19 +36,19 @@ def run_ray(jobs: list[Job], on_bytes: Callable[[int], None]) -> Generator[Outco
     try:
         for job in jobs:
             gpus = 1 if job.device == "cuda" else 0
-            remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_task())
-            pending[remote.remote(job.as_dict())] = job
+            remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_task)
+            pending[remote.remote(job)] = job
         while pending:
             [ready], _ = ray.wait(list(pending), num_returns=1)
             job = pending.pop(ready)
             try:
-                count, found = ray.get(ready)
+                count, outcome = ray.get(ready)
             except RayError as error:
                 reason = str(error).strip().splitlines()[0]
-                found = {"error": f"{job.name}: its task was lost: {reason}"}
+                outcome = Outcome(job.name, error=f"{job.name}: its task was lost: {reason}")
             else:
                 on_bytes(count)
-            yield Outcome(job.name, found)
+            yield outcome
     finally:
         for reference in pending:
             ray.cancel(reference, force=True)
@@ -80,15 +80,8 @@ def connect() -> Any:
     return ray
 
 
-def _task() -> Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]:
-    def convert_one_shard(job: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        import torch
-
-        from kimi_k3.convert import worker
-
-        torch.set_num_threads(1)
-        counts: list[int] = []
-        found = worker.run(worker.Job.from_dict(job), counts.append)
-        return sum(counts), found
-
-    return convert_one_shard
+def _task(job: Job) -> tuple[int, Outcome]:
+    # Ray gives a task of one core OMP_NUM_THREADS=1.
+    counts: list[int] = []
+    outcome = run_job(job, counts.append)
+    return sum(counts), outcome

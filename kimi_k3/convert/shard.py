@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Converts one shard, a few MiB at a time, into a file under a temporary name.
+"""Converts one shard, a few MiB at a time: into a file under a temporary name, or in order to
+compare the bytes with those of a result, whatever its manifest says.
 
 What is in memory does not depend on the size of the shard or of any tensor in it.
 """
@@ -9,65 +10,30 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
+from itertools import count
 from queue import SimpleQueue
-from threading import Lock
-from typing import Any, Self
 
 from k3_checkpoint.headers import Header, read_full_header
 from kimi_k3.convert.digest import RunningDigest
-from kimi_k3.convert.kernel import convert_rows, shape_bytes
-from kimi_k3.convert.layout import Tensor, plan_shard
+from kimi_k3.convert.kernel import convert_rows, library_agrees, shape_bytes
 from kimi_k3.convert.manifest import FileRecord, ShardRecord
 from kimi_k3.convert.options import ConversionFailed, shown
 from kimi_k3.convert.source import GROUP, PACKED, SCALE, SHAPE, Module
+from kimi_k3.convert.work_plan import Job, Tensor, plan_shard
 
 # Bytes of codes, or of anything else, that are in work at a time.
 PIECE = 8 << 20
-# The conversion's words for a place in what it was given.
-_PLACE = re.compile(r"^expert 0, row (\d+)")
 # One that is read, and those that wait for both checksums.
 _BUFFERS = 6
-
-
-@dataclass(frozen=True)
-class Job:
-    """One shard to convert.
-
-    Attributes:
-        source: The source's folder.
-        name: The shard's file name.
-        partial: Where to write; with ``expected``, what to read and compare.
-        modules: To convert, each with a tensor in this shard.
-        scale_rule: Of the conversion.
-        device: "cpu" or "cuda".
-        expected: For `check_shard`: what the manifest says.
-    """
-
-    source: str
-    name: str
-    partial: str
-    modules: tuple[Module, ...]
-    scale_rule: str
-    device: str
-    expected: ShardRecord | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Self:
-        """The inverse of `as_dict`."""
-        modules = tuple(Module(**module) for module in found["modules"])
-        expected = found["expected"] and ShardRecord.from_json(found["expected"])
-        return cls(**(found | {"modules": modules, "expected": expected}))
+_SHOWN = 3
+# The library takes some tens of bytes for a value; rows of a few MB of values are enough.
+_LIBRARY_VALUES = 1 << 21
 
 
 def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None) -> ShardRecord:
-    """Write `job.partial`, complete and on disk.
+    """Write `job.result`, complete and on disk.
 
     Args:
         job: What to do.
@@ -81,7 +47,7 @@ def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None
         OSError: A file cannot be read or written.
     """
     with ExitStack() as stack:
-        work = Work(job, stack, on_bytes)
+        work = _Conversion(job, stack, on_bytes)
         work.run()
         os.fsync(work.result)
         record = work.record()
@@ -90,8 +56,49 @@ def convert_shard(job: Job, on_bytes: Callable[[int], None] = lambda count: None
         return record
 
 
-class Work:
+def check_shard(
+    job: Job, expected: ShardRecord, on_bytes: Callable[[int], None] = lambda count: None
+) -> tuple[ShardRecord, list[str]]:
+    """Convert a shard again and compare; writes nothing.
+
+    Args:
+        job: ``result`` is the shard to prove.
+        expected: What the manifest says of it.
+        on_bytes: See `convert_shard`.
+
+    Returns:
+        Checksums and sizes of both files as they are, and everything that is wrong with them.
+
+    Raises:
+        OSError: A file cannot be read.
+        ConversionFailed: The source holds values that cannot be converted.
+    """
+    with ExitStack() as stack:
+        work = _Comparison(job, stack, on_bytes)
+        work.run()
+        found = work.record()
+        problems = [] if work.differ else list(work.misread_by_library())
+    for name, then, now in (
+        ("the source", expected.source.sha256, found.source.sha256),
+        ("the result", expected.result.sha256, found.result.sha256),
+    ):
+        if then != now:
+            problems.append(f"SHA-256 of {name}: expected {then} by the manifest, found {now}")
+    size = found.result.bytes
+    if work.layout.size != size:
+        problems.append(f"expected {work.layout.size:,} bytes for this source, found {size:,}")
+    elif work.differ:
+        more = len(work.differ) - _SHOWN
+        names = ", ".join(shown(name) for name in list(work.differ)[:_SHOWN])
+        names += f" and {more} more" if more > 0 else ""
+        problems.append(f"other bytes than the conversion of the source gives: {names}")
+    return found, problems
+
+
+class _Conversion:
     """The open files, buffers and checksums of one job."""
+
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
     def __init__(self, job: Job, stack: ExitStack, on_bytes: Callable[[int], None]) -> None:
         self.job = job
@@ -100,7 +107,7 @@ class Work:
         self.files: dict[str, int] = {}
         for name in (job.name, *(n for m in job.modules for n in (m.packed_in, m.scale_in))):
             if name not in self.files:
-                path = Path(job.source) / name
+                path = job.source / name
                 self.headers[name] = read_full_header(path)
                 self.files[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, self.files[name])
@@ -108,27 +115,28 @@ class Work:
                     os.posix_fadvise(self.files[name], 0, 0, advice)
         self.source = self.files[job.name]
         self.layout = plan_shard(job.name, self.headers[job.name], job.modules)
-        self.result = self.open_result(stack)
+        self.result = os.open(job.result, self.flags | os.O_CLOEXEC, 0o666)
+        stack.callback(os.close, self.result)
         size = self.headers[job.name].size
         self.source_digest = RunningDigest(self.source, size, whole=True)
         stack.callback(self.source_digest.stop)
-        size = os.fstat(self.result).st_size or self.layout.size
-        self.result_digest = RunningDigest(self.result, size, whole=job.expected is not None)
+        there = os.fstat(self.result).st_size
+        size = there or self.layout.size
+        self.result_digest = RunningDigest(self.result, size, whole=there > 0)
         stack.callback(self.result_digest.stop)
         self.buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(_BUFFERS):
             self.buffers.put(memoryview(bytearray(PIECE)))
 
-    def open_result(self, stack: ExitStack) -> int:
-        """The result's descriptor."""
-        new = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        result = os.open(self.job.partial, new, 0o666)
-        stack.callback(os.close, result)
-        return result
-
     def run(self) -> None:
         """Go through the source once, in its order."""
-        self.write_head()
+        # All that is known beforehand comes first in the result.
+        self.write("the header", 0, memoryview(self.layout.header))
+        for module in self.job.modules:
+            if module.packed_in == self.job.name:
+                shape = shape_bytes(module.rows, module.columns)
+                name = f"{module.name}.{SHAPE}"
+                self.write(name, self.layout.starts[name], memoryview(shape))
         for _, step in sorted(self.steps(), key=lambda step: step[0]):
             step()
 
@@ -143,26 +151,23 @@ class Work:
             place = at if module.packed_in == self.job.name else self.layout.size + at
             yield place, partial(self.convert, module)
 
-    def write_head(self) -> None:
-        """Write all that is known beforehand, which comes first in the file."""
-        self.write("the header", 0, memoryview(self.layout.header))
-        for module in self.job.modules:
-            if module.packed_in == self.job.name:
-                shape = shape_bytes(module.rows, module.columns)
-                name = f"{module.name}.{SHAPE}"
-                self.write(name, self.layout.starts[name], memoryview(shape))
-
     def copy(self, tensor: Tensor, source: int) -> None:
         """Copy a tensor that stays as it is."""
         for at in range(0, tensor.nbytes, PIECE):
-            count = min(PIECE, tensor.nbytes - at)
+            size = min(PIECE, tensor.nbytes - at)
             buffer = self.buffers.get()
-            piece = buffer[:count]
+            piece = buffer[:size]
             read_exactly(self.source, source + at, piece)
-            back = _Shared(2, partial(self.buffers.put, buffer))
-            self.source_digest.offer(source + at, piece, back)
-            self.write(tensor.name, self.layout.starts[tensor.name] + at, piece, back)
-            self.on_bytes(count)
+            calls = count(1)
+
+            def release(buffer: memoryview = buffer, calls: Iterator[int] = calls) -> None:
+                # One step for the interpreter, so that of two threads only one sees the 2.
+                if next(calls) == 2:
+                    self.buffers.put(buffer)
+
+            self.source_digest.offer(source + at, piece, release)
+            self.write(tensor.name, self.layout.starts[tensor.name] + at, piece, release)
+            self.on_bytes(size)
 
     def convert(self, module: Module) -> None:
         """Convert a module, rows at a time."""
@@ -175,7 +180,7 @@ class Work:
         if not codes_row:
             return
         # A row wider than a piece is still worked on whole.
-        step = max(1, PIECE // max(1, codes_row))
+        step = max(1, PIECE // codes_row)
         for row in range(0, module.rows, step):
             rows = min(step, module.rows - row)
             buffer = self.buffers.get()
@@ -190,17 +195,17 @@ class Work:
                     codes, scales, rows, self.job.scale_rule, self.job.device
                 )
             except ValueError as error:
-                where = _of_module(str(error), row)
+                where = _of_module(error, row)
                 raise ConversionFailed(
                     f"{shown(self.job.name)}: {shown(module.name)}, {where}"
                 ) from error
-            back = partial(self.buffers.put, buffer)
+            release = partial(self.buffers.put, buffer)
             if module.packed_in == self.job.name:
-                self.source_digest.offer(codes_at + row * codes_row, codes, back)
+                self.source_digest.offer(codes_at + row * codes_row, codes, release)
                 self.write(packed, starts[packed] + row * codes_row, new)
                 self.on_bytes(len(codes))
             else:
-                back()
+                release()
             if module.scale_in == self.job.name:
                 if module.packed_in == module.scale_in and scales_at == codes_at + len(codes):
                     self.source_digest.offer(scales_at, scales)
@@ -219,8 +224,8 @@ class Work:
     def put(self, name: str, at: int, data: memoryview) -> bool:
         """Write bytes of the tensor `name`. Whether the file holds them now."""
         while data:
-            count = os.pwrite(self.result, data, at)
-            data, at = data[count:], at + count
+            written = os.pwrite(self.result, data, at)
+            data, at = data[written:], at + written
         return True
 
     def record(self) -> ShardRecord:
@@ -234,34 +239,55 @@ class Work:
         )
 
 
-def _of_module(message: str, first: int) -> str:
+class _Comparison(_Conversion):
+    """Reads where the conversion writes."""
+
+    flags = os.O_RDONLY
+
+    def __init__(self, job: Job, stack: ExitStack, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(job, stack, on_bytes)
+        # In the order of the tensors that were found to differ; the header is one of them.
+        self.differ: dict[str, None] = {}
+        self.there = memoryview(bytearray(0))
+
+    def put(self, name: str, at: int, data: memoryview) -> bool:
+        if len(self.there) < len(data):
+            self.there = memoryview(bytearray(len(data)))
+        there = self.there[: len(data)]
+        if _read_into(self.result, at, there) and there == data:
+            return True
+        self.differ[name] = None
+        return False
+
+    def misread_by_library(self) -> Iterator[str]:
+        """Modules, one of each shape, that compressed-tensors reads otherwise than this project."""
+        if find_spec("compressed_tensors") is None:
+            return
+        whole = (m for m in self.job.modules if m.packed_in == m.scale_in == self.job.name)
+        for module in {(m.rows, m.columns): m for m in whole}.values():
+            rows = min(module.rows, max(1, _LIBRARY_VALUES // max(1, module.columns)))
+            codes = memoryview(bytearray(rows * module.columns // 2))
+            scales = memoryview(bytearray(rows * module.columns // GROUP * 2))
+            for leaf, data in ((PACKED, codes), (SCALE, scales)):
+                read_exactly(self.result, self.layout.starts[f"{module.name}.{leaf}"], data)
+            if codes and not library_agrees(codes, scales, rows, module.columns):
+                yield f"{shown(module.name)}: compressed-tensors decompresses it to other values"
+
+
+def _of_module(error: ValueError, first: int) -> str:
     """What the conversion says of some rows, counted from the module's first one instead."""
-    return _PLACE.sub(lambda found: f"row {first + int(found[1]):,}", message)
+    return re.sub(
+        r"^expert 0, row (\d+)", lambda found: f"row {first + int(found[1]):,}", str(error)
+    )
 
 
-class _Shared:
-    """Calls something when the last of several has called this."""
-
-    def __init__(self, count: int, last: Callable[[], None]) -> None:
-        self.count = count
-        self.last = last
-        self.lock = Lock()
-
-    def __call__(self) -> None:
-        with self.lock:
-            self.count -= 1
-            done = self.count == 0
-        if done:
-            self.last()
-
-
-def read_into(file: int, at: int, view: memoryview) -> bool:
+def _read_into(file: int, at: int, view: memoryview) -> bool:
     """Fill the view; False where the file ends before."""
     while view:
-        count = os.preadv(file, [view], at)
-        if count == 0:
+        size = os.preadv(file, [view], at)
+        if size == 0:
             return False
-        view, at = view[count:], at + count
+        view, at = view[size:], at + size
     return True
 
 
@@ -271,5 +297,5 @@ def read_exactly(file: int, at: int, view: memoryview) -> None:
     Raises:
         OSError: The file ends before, or cannot be read.
     """
-    if not read_into(file, at, view):
+    if not _read_into(file, at, view):
         raise OSError(f"a shard ends before byte {at + len(view):,}: it became shorter meanwhile")

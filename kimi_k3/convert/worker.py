@@ -1,88 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""One worker process: jobs as lines of JSON on standard input, what became of them on standard
-output. Ends with its parent, however that ends."""
+"""One worker process: jobs come through a pipe, and what became of them goes back. Ends with its
+parent, however that ends."""
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from multiprocessing.connection import Connection
 
-from kimi_k3.convert.check import check_shard
-from kimi_k3.convert.shard import Job, convert_shard
+from msgspec import Struct
+
+from kimi_k3.convert.manifest import ShardRecord
+from kimi_k3.convert.shard import check_shard, convert_shard
+from kimi_k3.convert.work_plan import Job
 
 _PR_SET_PDEATHSIG = 1
-_REPORT_SECONDS = 0.2
 
 
-def main(parent: int, threads: int) -> None:
-    """Work until standard input ends.
+class Outcome(Struct, frozen=True):
+    """What became of one job.
 
-    Args:
-        parent: Process id of who started this one.
-        threads: Of torch.
+    Attributes:
+        name: The shard.
+        record: What was read and written, or is there in place of that.
+        problems: What is wrong with a shard that was checked.
+        error: Why the job could not be done, with the shard's or a file's name.
+        errno: Of the operating system's error, if it was one.
     """
+
+    name: str
+    record: ShardRecord | None = None
+    problems: list[str] = []
+    error: str | None = None
+    errno: int | None = None
+
+
+def run_job(job: Job, on_bytes: Callable[[int], None]) -> Outcome:
+    """Do one job, and never raise for what is wrong with it."""
+    try:
+        if job.expected is None:
+            return Outcome(job.name, convert_shard(job, on_bytes))
+        record, problems = check_shard(job, job.expected, on_bytes)
+        return Outcome(job.name, record, problems)
+    except OSError as error:
+        # The temporary name says nothing to anybody.
+        ours = error.filename is None or str(error.filename) == str(job.result)
+        where = job.name if ours else error.filename
+        return Outcome(job.name, error=f"{where}: {error.strerror or error}", errno=error.errno)
+    except ValueError as error:
+        return Outcome(job.name, error=str(error))
+    except Exception as error:
+        return Outcome(job.name, error=f"{job.name}: {type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Work until the pipe ends. Arguments: the parent's process id, and the pipe's descriptor."""
+    parent, descriptor = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    # Nothing that a library prints may come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(**found: Any) -> None:
-        print(json.dumps(found), file=answers, flush=True)
-
-    import torch
-
-    torch.set_num_threads(threads)
-    for line in sys.stdin:
-        answer(**run(Job.from_dict(json.loads(line)), lambda count: answer(bytes=count)))
-
-
-def run(job: Job, on_bytes: Callable[[int], None]) -> dict[str, Any]:
-    """Do one job and say what became of it, as JSON can hold it."""
-    report = _Throttled(on_bytes)
-    found: dict[str, Any]
-    try:
-        if job.expected is None:
-            found = {"record": asdict(convert_shard(job, report))}
-        else:
-            found = {"problems": check_shard(job, report)}
-    except OSError as error:
-        # The temporary name says nothing to anybody.
-        where = job.name if error.filename in (None, job.partial) else error.filename
-        return {"error": f"{where}: {error.strerror or error}", "errno": error.errno}
-    except ValueError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": f"{job.name}: {type(error).__name__}: {error}"}
-    report.flush()
-    return found
-
-
-class _Throttled:
-    """Passes on counts of bytes, added up, a few times a second."""
-
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self.on_bytes = on_bytes
-        self.count = 0
-        self.last = time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        self.count += count
-        if time.monotonic() - self.last >= _REPORT_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        self.on_bytes(self.count)
-        self.count = 0
-        self.last = time.monotonic()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    pipe: Connection = Connection(descriptor)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        # Counts of bytes on the way, and the outcome.
+        pipe.send(run_job(job, pipe.send))

@@ -18,6 +18,7 @@ from kimi_k3.convert import (
     lock,
 )
 from kimi_k3.convert.destination import Destination
+from kimi_k3.convert.manifest import Fingerprint
 from tests.kimi_k3.convert.support.files import digests
 
 
@@ -125,7 +126,7 @@ def test_nothing_is_left_of_a_run_that_fails_at_once(source, tmp_path, monkeypat
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error", "x")
 
-    monkeypatch.setattr(destination.Destination, "remember", fail)
+    monkeypatch.setattr(destination.Destination, "write_note", fail)
     with pytest.raises(OSError, match="Input/output error"):
         convert_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
@@ -176,9 +177,8 @@ def test_links_in_a_circle_are_told(source, tmp_path):
 
 def test_a_run_at_work_is_told_from_one_that_was_stopped(source, tmp_path):
     target = Destination(tmp_path / "out")
-    account = {"source": "/s", "scale_rule": "mse", "include": [], "exclude": [], "shards": {}}
     with target.locked():
-        target.write_plan(account)
+        target.begin(Fingerprint("/s", "mse", [], [], {}))
         with pytest.raises(ConversionFailed, match="another process is converting into this"):
             convert_checkpoint(source, tmp_path / "out")
         target.write("x.shard.json", b"{}", hidden=True)

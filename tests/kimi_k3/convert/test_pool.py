@@ -15,8 +15,8 @@ from kimi_k3.convert import (
     convert_checkpoint,
     pool,
 )
-from kimi_k3.convert.plan import make_plan
 from kimi_k3.convert.progress import Progress
+from kimi_k3.convert.work_plan import make_plan
 from tests.kimi_k3.convert.support.files import digests
 
 SHARD = "model-00002-of-000004.safetensors"
@@ -26,7 +26,7 @@ def workers_of_this_process() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if any("conversion.worker" in part for part in child.cmdline())
+        if any(pool._WORKER in part for part in child.cmdline())
     ]
 
 
@@ -76,4 +76,4 @@ def test_interrupted_workers_end_and_leave_nothing_incomplete(source, result, tm
 def test_an_error_names_the_shard_and_no_temporary_file(source, tmp_path):
     plan = make_plan(source, ConvertOptions())
     [outcome] = pool.run_here([plan.job(SHARD, tmp_path / "no" / "x.partial")], lambda count: None)
-    assert outcome.found["error"] == f"{SHARD}: No such file or directory"
+    assert outcome.error == f"{SHARD}: No such file or directory"

@@ -19,10 +19,11 @@ from kimi_k3.convert import (
     ConversionFailed,
     ConvertOptions,
     convert_checkpoint,
-    run,
 )
 from kimi_k3.convert.destination import Destination
+from kimi_k3.convert.manifest import ShardNote
 from kimi_k3.convert.verify import verify_checkpoint
+from kimi_k3.convert.work_plan import make_plan
 from tests.kimi_k3.convert.support.files import digests
 from tests.kimi_k3.convert.support.notes import Notes
 
@@ -35,7 +36,7 @@ KILLING = "tests.kimi_k3.convert.support.killing"
 def begun(source, tmp_path, monkeypatch) -> Path:
     """A conversion that ended after two shards."""
     folder = tmp_path / "begun"
-    real = run.Destination.remember
+    real = Destination.write_note
 
     def twice(self, name, *args):
         if len(list(self.work.glob("*.shard.json"))) == 2:
@@ -43,7 +44,7 @@ def begun(source, tmp_path, monkeypatch) -> Path:
         real(self, name, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.Destination, "remember", twice)
+        patch.setattr(Destination, "write_note", twice)
         with pytest.raises(KeyboardInterrupt):
             convert_checkpoint(source, folder)
     return folder
@@ -165,10 +166,10 @@ def test_a_shard_of_a_changed_source_is_converted_again(source, begun, tmp_path)
     (out / "model.safetensors.index.json").unlink()
     target = Destination(out)
     with target.locked():
-        plan = run.make_plan(copy, ConvertOptions())
-        target.write_plan(plan.fingerprint())
-        for name, record in target.finished_records().items():
-            target.remember(name, record, run.stamp_sources(plan, name))
+        plan = make_plan(copy, ConvertOptions())
+        target.begin(plan.fingerprint())
+        for name, record in target.manifest().shards.items():
+            target.write_note(name, ShardNote(record, plan.stamps(name)))
     data = bytearray((copy / SHARDS[3]).read_bytes())
     data[-1] ^= 1
     (copy / SHARDS[3]).write_bytes(data)

@@ -10,6 +10,14 @@ class Notes(Progress):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        # How many shards were dealt with in the last phase.
+        self.shards = 0
+
+    def phase(self, what: str, total: int) -> None:
+        self.shards = 0
+
+    def shard(self, name: str, done: int, of: int) -> None:
+        self.shards += 1
 
     def note(self, text: str) -> None:
         self.notes.append(text)

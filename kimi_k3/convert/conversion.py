@@ -4,40 +4,27 @@
 
 import errno
 import importlib.metadata
-import os
-from collections.abc import Generator
+import time
 from contextlib import closing
 from pathlib import Path
 
 from k3_checkpoint.shards import INDEX_NAME
-from kimi_k3.convert.destination import Destination, Stamp
-from kimi_k3.convert.kept import prove_kept, strangers
+from kimi_k3.convert.destination import Destination
 from kimi_k3.convert.kernel import check_device
-from kimi_k3.convert.manifest import (
-    MANIFEST_NAME,
-    FileRecord,
-    Manifest,
-    ShardRecord,
-)
-from kimi_k3.convert.options import (
-    ConversionFailed,
-    ConvertOptions,
-    resolved,
-    shown,
-)
-from kimi_k3.convert.plan import Plan, check_same, fingerprint, make_plan
-from kimi_k3.convert.pool import Outcome, run_here, run_workers
+from kimi_k3.convert.manifest import MANIFEST_NAME, FileRecord, Manifest, ShardNote, ShardRecord
+from kimi_k3.convert.options import ConversionFailed, ConvertOptions, resolved, shown
+from kimi_k3.convert.pool import run_jobs, worker_count
 from kimi_k3.convert.progress import Progress
-from kimi_k3.convert.shard import Job
-from kimi_k3.convert.verify import verify_checkpoint
+from kimi_k3.convert.ray_tasks import connect
+from kimi_k3.convert.results import DryRun, Result, ShardSize
+from kimi_k3.convert.verify import proven_shards, unexpected_entries, verify_checkpoint
+from kimi_k3.convert.work_plan import Plan, make_plan
 
 _TOOLS = ("vllm-kimi-k3", "torch")
-# Below this one process is done before another has imported torch.
-_ALONE_BYTES = 1 << 30
-# More workers read and write more shards at once than disks like; their threads fill the cores.
-_MOST_WORKERS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESUME = "The finished shards are kept; run again with --resume."
+# Resident memory of one worker at most, measured (docs/convert.md); most of it is torch's code.
+_WORKER_BYTES = 1 << 30
 
 
 def convert_checkpoint(
@@ -45,7 +32,7 @@ def convert_checkpoint(
     destination: Path,
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
-) -> Manifest:
+) -> Result:
     """Convert a checkpoint's MXFP4 modules to int4 and copy all else.
 
     Args:
@@ -55,32 +42,37 @@ def convert_checkpoint(
         progress: Who is told.
 
     Returns:
-        The manifest, as it stands in the destination.
+        What was done.
 
     Raises:
         ConversionFailed: It cannot be done; nothing was written, or what was can be resumed.
         OSError: A file cannot be read or written; finished shards are kept for a resume.
     """
+    started = time.monotonic()
     options, progress = options or ConvertOptions(), progress or Progress()
     target = Destination(destination)
     target.check_apart(resolved(source))
     target.check_may_begin(options.resume)
     plan = make_plan(source, options, target.folder)
     target.check_entries(plan.result_names)
-    _check_space(plan, target)
+    needed, free = _missing_bytes(plan, target) + plan.other_bytes, target.free_bytes()
+    if needed > free:
+        raise ConversionFailed(
+            f"{shown(target.folder)}: expected {needed:,} bytes free for {plan.result_bytes:,} "
+            f"bytes of shards and the files beside them, found {free:,}. Nothing was written. "
+            "Free some, or name a folder on another disk"
+        )
     if options.ray:
-        from kimi_k3.convert.ray_tasks import connect
-
         connect()
     else:
         check_device(options.device)
     with target.locked() as lock:
         target.check_may_begin(options.resume)
         target.check_entries(plan.result_names)
-        _agree(plan, target)
+        target.begin(plan.fingerprint())
         target.sweep()
         try:
-            records = prove_kept(plan, target, progress)
+            records = proven_shards(plan, target, progress)
             # Not before all else was judged: until here a finished checkpoint stays one.
             target.withdraw_index()
             waiting = [name for name in plan.layouts if name not in records]
@@ -91,52 +83,53 @@ def convert_checkpoint(
                 where = str(error.filename or target.folder)
                 raise _no_space(plan, target, where) from error
             raise
-        for name in strangers(target.folder, plan.result_names):
+        for name in unexpected_entries(target.folder, plan.result_names):
             progress.note(f"{shown(name)}: not of this conversion; it is left as it is")
         target.finish()
     if options.verify:
         verify_checkpoint(source, destination, options, progress)
-    return manifest
+    seconds = time.monotonic() - started
+    return Result.of(manifest, target.folder, seconds, len(waiting), options.verify)
 
 
-def worker_count(options: ConvertOptions, shards: int, size: int) -> int:
-    """How many processes share so many shards of so many bytes in all."""
-    if options.workers is not None:
-        return min(options.workers, max(1, shards))
-    if size < _ALONE_BYTES:
-        return 1
-    return max(1, min(len(os.sched_getaffinity(0)), shards, _MOST_WORKERS))
+def dry_run(source: Path, destination: Path, options: ConvertOptions) -> DryRun:
+    """Check a source and plan its conversion; writes nothing.
 
-
-def outcomes(
-    jobs: list[Job], options: ConvertOptions, size: int, progress: Progress, *locks: int
-) -> Generator[Outcome]:
-    """Do the jobs wherever the options say."""
-    if options.ray:
-        from kimi_k3.convert.ray_tasks import run_ray
-
-        return run_ray(jobs, progress.advance)
-    workers = worker_count(options, len(jobs), size)
-    if workers == 1:
-        return run_here(jobs, progress.advance)
-    return run_workers(jobs, workers, progress.advance, locks)
-
-
-def _agree(plan: Plan, target: Destination) -> None:
-    """Write down what is being done, or compare it with what an earlier run has written down."""
-    earlier = target.read_plan()
-    if earlier is None and (target.folder / MANIFEST_NAME).exists():
-        earlier = fingerprint(target.manifest())
-    if earlier is not None:
-        check_same(target.folder, earlier, plan)
-    target.write_plan(plan.fingerprint())
+    Raises:
+        ConversionFailed: It could not be converted, or not there.
+        OSError: A file cannot be read.
+    """
+    target = Destination(destination)
+    target.check_apart(resolved(source))
+    plan = make_plan(source, options, target.folder)
+    target.check_entries(plan.result_names)
+    headers = plan.source.headers
+    return DryRun(
+        source=str(plan.source.folder),
+        scale_rule=options.scale_rule,
+        modules_to_convert=len(plan.selection.modules),
+        modules_kept=len(plan.source.modules) - len(plan.selection.modules),
+        tensors=sum(len(header.entries) for header in headers.values()),
+        files_to_copy=len(plan.source.others),
+        bytes_in=plan.source_bytes + plan.other_bytes,
+        bytes_out=plan.result_bytes + plan.other_bytes,
+        memory_per_worker_bytes=_WORKER_BYTES,
+        shards={
+            name: ShardSize(headers[name].size, layout.size, len(plan.modules[name]))
+            for name, layout in plan.layouts.items()
+        },
+        destination=str(target.folder),
+        destination_state=target.state(),
+        bytes_free=target.free_bytes(),
+        workers=worker_count(options, len(plan.layouts), plan.source_bytes),
+    )
 
 
 def _convert(
     plan: Plan, target: Destination, names: list[str], progress: Progress, lock: int
 ) -> dict[str, ShardRecord]:
     """Convert shards; every one that can be converted is, whatever becomes of the others."""
-    stamps = {name: stamp_sources(plan, name) for name in names}
+    stamps = {name: plan.stamps(name) for name in names}
     paths = {name: target.partial_path() for name in names}
     jobs = [plan.job(name, paths[name]) for name in names]
     size = sum(plan.source.headers[name].size for name in names)
@@ -145,24 +138,21 @@ def _convert(
     records: dict[str, ShardRecord] = {}
     problems: list[str] = []
     # Closed whatever happens here, so that no worker writes on while its file is removed.
-    with closing(outcomes(jobs, plan.options, size, progress, lock)) as done:
-        for outcome in done:
-            name, found = outcome.name, outcome.found
-            if "error" in found:
-                if found.get("errno") in _FULL:
+    with closing(run_jobs(jobs, plan.options, size, progress.advance, (lock,))) as outcomes:
+        for outcome in outcomes:
+            name, record = outcome.name, outcome.record
+            if record is None:
+                if outcome.errno in _FULL:
                     raise _no_space(plan, target, name)
-                problems.append(found["error"])
+                problems.append(outcome.error or f"{shown(name)}: not converted")
                 paths[name].unlink(missing_ok=True)
                 continue
             header = plan.source.headers[name].digest
-            if (
-                stamp_sources(plan, name) != stamps[name]
-                or found["record"]["source_header"] != header
-            ):
+            if plan.stamps(name) != stamps[name] or record.source_header != header:
                 problems.append(f"{shown(name)}: its source changed while it was read")
                 continue
-            records[name] = ShardRecord.from_json(found["record"])
-            target.remember(name, records[name], stamps[name])
+            records[name] = record
+            target.write_note(name, ShardNote(record, stamps[name]))
             target.place(paths[name], name)
             finished += 1
             progress.shard(name, finished, total)
@@ -173,32 +163,18 @@ def _convert(
     return records
 
 
-def stamp_sources(plan: Plan, name: str) -> dict[str, Stamp]:
-    """Stamps of the source files that a result shard is made of."""
-    return {file: Stamp.of(plan.source.folder / file) for file in sorted(plan.needed(name))}
-
-
-def _check_space(plan: Plan, target: Destination) -> None:
-    missing = sum(
-        layout.size for name, layout in plan.layouts.items() if not (target.folder / name).is_file()
-    )
-    needed, free = missing + plan.other_bytes, target.free_bytes()
-    if needed > free:
-        raise ConversionFailed(
-            f"{shown(target.folder)}: expected {needed:,} bytes free for {plan.result_bytes:,} "
-            f"bytes of shards and the files beside them, found {free:,}. Nothing was written. "
-            "Free some, or name a folder on another disk"
-        )
+def _missing_bytes(plan: Plan, target: Destination) -> int:
+    """Bytes of the shards that are not there yet."""
+    sizes = {name: layout.size for name, layout in plan.layouts.items()}
+    return sum(size for name, size in sizes.items() if not (target.folder / name).is_file())
 
 
 def _no_space(plan: Plan, target: Destination, where: str) -> ConversionFailed:
-    missing = sum(
-        layout.size for name, layout in plan.layouts.items() if not (target.folder / name).is_file()
-    )
     return ConversionFailed(
         f"{shown(where)}: no space left, or a limit on file sizes was reached, in "
-        f"{shown(target.folder)}. The shards still to be written take {missing:,} bytes; "
-        f"{target.free_bytes():,} are free. What was incomplete was removed. {_RESUME}"
+        f"{shown(target.folder)}. The shards still to be written take "
+        f"{_missing_bytes(plan, target):,} bytes; {target.free_bytes():,} are free. What was "
+        f"incomplete was removed. {_RESUME}"
     )
 
 
