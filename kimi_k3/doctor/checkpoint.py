@@ -17,12 +17,12 @@ from k3_checkpoint.check import CheckpointError, check_checkpoint
 from k3_checkpoint.headers import Entry, HeaderError, read_header
 from k3_checkpoint.spec import ExpertFormat, ModelSpec
 from k3_checkpoint.tensors import Role, checkpoint_tensors
-from kimi_k3.cli.units import size
 from kimi_k3.convert.source import WORK_NAME
 from kimi_k3.doctor.experts import Format, declared
 from kimi_k3.doctor.findings import Finding, Level
 from kimi_k3.rehearsal.config import read_config
 from kimi_k3.rehearsal.index import shards
+from kimi_k3.units import size
 
 AREA = "checkpoint"
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
