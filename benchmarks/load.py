@@ -50,7 +50,8 @@ def load(checkpoint: Path, variant: str) -> dict:
     import torch
 
     from k3_checkpoint import Checkpoint
-    from kimi_k3.rehearsal.layout import FP8, Layout, rank_model
+    from kimi_k3.rehearsal.rank_model import rank_model
+    from kimi_k3.rehearsal.ranks import FP8, Layout
     from vllm.model_executor.model_loader import expert_index
     from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
@@ -87,8 +88,8 @@ def stream(checkpoint: Path, variant: str) -> dict:
     import vllm_overlay
 
     vllm_overlay.activate(amendments=variant != "stock")
-    from kimi_k3.rehearsal.layout import FP8, Layout
-    from kimi_k3.rehearsal.run import rehearse
+    from kimi_k3.rehearsal.ranks import FP8, Layout
+    from kimi_k3.rehearsal.rehearse import rehearse
 
     found = rehearse(checkpoint, Layout(RANKS, linear=FP8), indexed=variant != "account")
     values = f"{found.tensors} {found.checkpoint_bytes} {found.plan.components}"

@@ -2,25 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 doctor`: what this machine can do with this model, and what stands in the way.
 
-Parses and prints; `diagnosis` looks and judges, and imports torch and vLLM when it does.
+Parses and prints; `kimi_k3.doctor` looks and judges, and imports torch and vLLM when it does.
 """
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kimi_k3.cli.output import printable, quiet_vllm
-from kimi_k3.cli.plan import (
-    DEFAULT_UTILIZATION,
-    AsJson,
-    ExpertParallel,
-    Utilization,
-)
+from kimi_k3.cli.output import print_json, printable, quiet_vllm
+from kimi_k3.cli.plan import DEFAULT_UTILIZATION, ExpertParallel, Sizes, Utilization
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kimi_k3.doctor.findings import Diagnosis
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
@@ -51,7 +43,7 @@ def doctor(
     load_format: Annotated[
         str, typer.Option(metavar="NAME", help="vLLM's --load-format that you will use.")
     ] = "auto",
-    as_json: AsJson = False,
+    as_json: Sizes = False,
 ) -> None:
     """Tell whether this machine can serve a Kimi-K3 checkpoint, and if not, what to do.
 
@@ -64,26 +56,29 @@ def doctor(
 
     quiet_vllm()
     from kimi_k3.doctor.checkpoint import NoSuchModelError
-    from kimi_k3.doctor.diagnose import Wish, diagnose
+    from kimi_k3.doctor.diagnose import ServeOptions, diagnose
 
+    options = ServeOptions(tp, expert_parallel, utilization, load_format)
     try:
         with Console(stderr=True).status("looking"):
-            found = diagnose(model, Wish(tp, expert_parallel, utilization, load_format))
+            found = diagnose(model, options)
     except NoSuchModelError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
-        _print(found, Console())
+        _print(found)
     if not found.ready:
         raise typer.Exit(1)
 
 
-def _print(found: "Diagnosis", console: "Console") -> None:
+def _print(found: "Diagnosis") -> None:
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
     table = Table(box=box.SIMPLE_HEAD, title="Kimi-K3 on this machine", title_justify="left")
     table.add_column("")
     table.add_column("what", overflow="fold")

@@ -11,9 +11,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")]
 
 
 def run(command_line: Callable[[], object]) -> None:
@@ -72,6 +74,11 @@ def fail(message: str, as_json: bool) -> NoReturn:
     else:
         print(f"error: {printable(message)}", file=sys.stderr)
     raise typer.Exit(1)
+
+
+def print_json(found: dict[str, Any]) -> None:
+    """Print a command's result for other programs to read."""
+    print(json.dumps(found, indent=2))
 
 
 def _abandon_stdout() -> None:

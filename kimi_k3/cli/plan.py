@@ -2,17 +2,18 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 plan`: one rank's memory by component, from config.json alone.
 
-Parses and prints; `rehearsal.planned` does the arithmetic. Neither torch nor vLLM is imported.
+Parses and prints; `rehearsal.memory_plan` does the arithmetic. Neither torch nor vLLM is imported.
 """
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kimi_k3.cli.output import finite
+from kimi_k3.cli.output import finite, print_json
 
 Model = Annotated[
     Path,
@@ -63,7 +64,7 @@ Measured = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes, no tables.")]
+Sizes = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes, no tables.")]
 DEFAULT_UTILIZATION = 0.92
 
 
@@ -86,7 +87,7 @@ def plan(
     gpu: Gpu = None,
     utilization: Utilization = DEFAULT_UTILIZATION,
     measured: Measured = None,
-    as_json: AsJson = False,
+    as_json: Sizes = False,
 ) -> None:
     """Say how much memory one rank will hold, by component, and what a GPU has left beside it.
 
@@ -94,28 +95,42 @@ def plan(
 
     Exit code 1: the weights do not fit on the GPU that was named. 2: wrong usage.
     """
-    from kimi_k3.rehearsal import planned
+    from kimi_k3.rehearsal import memory_plan
+    from kimi_k3.rehearsal.components import gpu_memory
     from kimi_k3.rehearsal.config import read_config
-    from kimi_k3.rehearsal.report import gpu_memory, print_plan
+    from kimi_k3.rehearsal.ranks import Layout
 
-    try:
-        config = read_config(model)
-        ranks = planned.Ranks(tp, rank, expert_parallel, fp8=quantization is Linear.FP8)
-        found = planned.plan(config, ranks)
+    with refusals(model):
+        layout = Layout(tp, rank, expert_parallel, quantization.value)
+        found = memory_plan.plan(read_config(model), layout)
         total = gpu_memory(gpu) if gpu is not None else None
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        from kimi_k3.cli.memory_tables import print_plan
+
+        title = f"Rank {rank} of {tp}, {quantization} linear layers"
+        title += ", whole experts on each rank" if expert_parallel else ""
+        print_plan(found, title, gpu=gpu, utilization=utilization, measured=measured)
+    if total is not None and found.free(total, utilization) <= 0:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def refusals(model: Path) -> Iterator[None]:
+    """Turn what a model or layout is refused for into a message about wrong usage.
+
+    Raises:
+        BadParameter: In place of KeyError, OSError and ValueError.
+    """
+    try:
+        yield
     except KeyError as error:
         raise typer.BadParameter(
             f"{model}/config.json: expected a Kimi-K3, found no {error}"
         ) from error
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        from rich.console import Console
-
-        title = f"Rank {rank} of {tp}, {quantization} linear layers"
-        title += ", whole experts on each rank" if expert_parallel else ""
-        print_plan(Console(), found, title, gpu=gpu, utilization=utilization, measured=measured)
-    if total is not None and found.free(total, utilization) <= 0:
-        raise typer.Exit(1)
+        # pydantic tells what vLLM said amid a dump of all that it looked at.
+        parts = getattr(error, "errors", list)()
+        said = "; ".join(part["msg"].removeprefix("Value error, ") for part in parts)
+        raise typer.BadParameter(said or str(error)) from error

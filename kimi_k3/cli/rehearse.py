@@ -2,28 +2,27 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 rehearse`: the load of a checkpoint of any size, on a laptop, from its headers.
 
-Parses and prints; `rehearsal.run` does the work, and imports torch and vLLM when it is to be done.
+Parses and prints; `rehearsal.rehearse` does the work, and imports torch and vLLM when called.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import vllm_overlay
-from kimi_k3.cli.output import quiet_vllm
+from kimi_k3.cli.output import print_json, quiet_vllm
 from kimi_k3.cli.plan import (
     DEFAULT_UTILIZATION,
-    AsJson,
     ExpertParallel,
     Gpu,
     Measured,
     Model,
     Rank,
+    Sizes,
     TensorParallel,
     Utilization,
+    refusals,
 )
 
 _ORDERS = ("index", "reverse", "shuffled")
@@ -75,7 +74,7 @@ def rehearse(
     gpu: Gpu = None,
     utilization: Utilization = DEFAULT_UTILIZATION,
     measured: Measured = None,
-    as_json: AsJson = False,
+    as_json: Sizes = False,
 ) -> None:
     """Rehearse how one rank loads a checkpoint: what it holds meanwhile, and afterwards.
 
@@ -91,29 +90,24 @@ def rehearse(
         raise typer.BadParameter(f"rank {rank} lies outside a layout of {tp}: 0 to {tp - 1}")
     if tp % world_hosts:
         raise typer.BadParameter(f"{tp} ranks do not divide by {world_hosts} hosts")
+    from kimi_k3.cli.memory_tables import check_plot, print_load, print_plan
+    from kimi_k3.cli.memory_tables import plot as draw
+    from kimi_k3.rehearsal.components import gpu_memory
     from kimi_k3.rehearsal.config import read_config
-    from kimi_k3.rehearsal.planned import indivisible
-    from kimi_k3.rehearsal.report import (
-        check_plot,
-        gpu_memory,
-        print_load,
-        print_plan,
-    )
-    from kimi_k3.rehearsal.report import plot as draw
+    from kimi_k3.rehearsal.memory_plan import indivisible
+    from kimi_k3.rehearsal.ranks import Layout
 
-    try:
+    with refusals(model):
         if plot:
             check_plot(plot)
         if gpu is not None:
             gpu_memory(gpu)
         config = read_config(model)
         problems = indivisible(config.get("text_config", config), tp)
-    except KeyError as error:
-        raise _not_a_kimi_k3(model, error) from error
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
     if problems:
         raise typer.BadParameter("; ".join(problems))
+    import vllm_overlay
+
     # Before vLLM is imported: its plugins would lay the overlay over it, and it logs a great deal.
     if without_overlay:
         os.environ[vllm_overlay.SWITCH] = "0"
@@ -121,36 +115,18 @@ def rehearse(
     vllm_overlay.activate(amendments=not without_overlay)
     from rich.console import Console
 
-    from kimi_k3.rehearsal.layout import Layout
-    from kimi_k3.rehearsal.run import rehearse as run
+    from kimi_k3.rehearsal import rehearse as rehearsal
     from kimi_k3.rehearsal.stream import Order
 
     layout = Layout(tp, rank, expert_parallel, quantization, world_hosts)
-    progress = Console(stderr=True)
-    try:
-        with progress.status("streaming headers through the loaders"):
-            found = run(model, layout, Order(order), seed, indexed=not without_index)
+    with refusals(model):
+        with Console(stderr=True).status("streaming headers through the loaders"):
+            found = rehearsal.rehearse(model, layout, Order(order), seed, indexed=not without_index)
         if plot:
             draw(found, plot)
-    except KeyError as error:
-        raise _not_a_kimi_k3(model, error) from error
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(_in_one_line(error)) from error
     if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        print_json(found.as_dict())
         return
     title = f"Rank {rank} of {tp} after loading, {quantization} linear layers"
-    print_plan(Console(), found.plan, title, gpu=gpu, utilization=utilization, measured=measured)
-    print_load(Console(), found)
-
-
-def _not_a_kimi_k3(model: Path, error: KeyError) -> typer.BadParameter:
-    return typer.BadParameter(f"{model}/config.json: expected a Kimi-K3, found no {error}")
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return what an error says; of pydantic's, what vLLM said, without the dump around it."""
-    parts = getattr(error, "errors", None)
-    if not callable(parts):
-        return str(error)
-    return "; ".join(part["msg"].removeprefix("Value error, ") for part in parts())
+    print_plan(found.plan, title, gpu=gpu, utilization=utilization, measured=measured)
+    print_load(found)

@@ -2,23 +2,47 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """`kimi-k3 status`: which modules of the installed vLLM are amended here, and on what machine."""
 
-import json
-from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from kimi_k3.cli.output import quiet_vllm
-from kimi_k3.doctor.amendments import UNHEALTHY, Status, collect
+from kimi_k3.cli.output import AsJson, print_json, quiet_vllm
+
+if TYPE_CHECKING:
+    from kimi_k3.doctor.amendments import Status
 
 
-def _print(status: Status, console: Console) -> None:
+def status(as_json: AsJson = False) -> None:
+    """Show which modules of the installed vLLM are amended here, and why not if they are not.
+
+    Exit code 1: an amendment was refused, or a module cannot be imported. 2: wrong usage.
+    """
+    quiet_vllm()
+    from kimi_k3.doctor.amendments import collect
+
+    try:
+        found = collect()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+def _print(status: "Status") -> None:
     """Print the amendments under their outcomes, those that went wrong last, and what was found."""
+    from rich import box
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from kimi_k3.doctor.amendments import UNHEALTHY
+
+    console = Console()
     console.print(Text("Amended modules, by outcome", "bold"))
     outcomes = dict.fromkeys(row.outcome for row in status.amendments)
     for outcome in sorted(outcomes, key=lambda outcome: outcome in UNHEALTHY):
@@ -40,23 +64,3 @@ def _print(status: Status, console: Console) -> None:
     found.add_row("platform", status.platform)
     found.add_row("GPU architecture", status.architecture)
     console.print(found)
-
-
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no tables.")] = False,
-) -> None:
-    """Show which modules of the installed vLLM are amended here, and why not if they are not.
-
-    Exit code 1: an amendment was refused, or a module cannot be imported. 2: wrong usage.
-    """
-    quiet_vllm()
-    try:
-        status = collect()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if as_json:
-        print(json.dumps(asdict(status), indent=2))
-    else:
-        _print(status, Console())
-    if not status.healthy:
-        raise typer.Exit(1)

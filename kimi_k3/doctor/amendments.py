@@ -5,7 +5,8 @@
 import importlib
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import vllm_overlay
 from vllm_overlay.tree import SUPPORTED, Tree, compare_installed, is_tested, upstream_version
@@ -33,6 +34,7 @@ class Status:
         architecture: GPU architecture (``gfx942``, ``sm_90``) or "no GPU".
         amendments: One row per amended module.
         switched_off: Whether the environment switches the overlay off.
+        tested: Whether vLLM's version is in the range that the overlay is tested with.
     """
 
     versions: dict[str, str]
@@ -40,6 +42,13 @@ class Status:
     architecture: str
     amendments: list[Amendment]
     switched_off: bool
+    tested: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON; `versions` says in words whether vLLM's is a tested one."""
+        found = asdict(self)
+        del found["tested"]
+        return found
 
     @property
     def healthy(self) -> bool:
@@ -47,7 +56,13 @@ class Status:
         return all(row.outcome not in UNHEALTHY for row in self.amendments)
 
 
-def _version(*distributions: str, module: str | None = None) -> str:
+def installed_version(*distributions: str, module: str | None = None) -> str:
+    """Return the version of the first of some distributions that is installed, or say that none is.
+
+    Args:
+        distributions: Names that one package goes by.
+        module: What may be imported without any of them.
+    """
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -108,14 +123,17 @@ def collect() -> Status:
     found = upstream_version(tree.upstream)
     return Status(
         versions={
-            "vllm-kimi-k3": _version("vllm-kimi-k3"),
+            "vllm-kimi-k3": installed_version("vllm-kimi-k3"),
             "vllm": found if is_tested(found) else f"{found} (outside the tested {SUPPORTED})",
-            "torch": _version("torch"),
-            "triton": _version("triton", "pytorch-triton-rocm", "triton-rocm", module="triton"),
-            "aiter": _version("amd-aiter", "aiter", module="aiter"),
+            "torch": installed_version("torch"),
+            "triton": installed_version(
+                "triton", "pytorch-triton-rocm", "triton-rocm", module="triton"
+            ),
+            "aiter": installed_version("amd-aiter", "aiter", module="aiter"),
         },
         platform=type(current_platform).__name__,
         architecture=_architecture(),
         amendments=amendments,
         switched_off=switched_off,
+        tested=is_tested(found),
     )

@@ -18,10 +18,10 @@ from k3_checkpoint.files import CONFIG_NAME, find_folder
 from k3_checkpoint.files import NoSuchModelError as NoSuchModelError
 from k3_checkpoint.formats import Format
 from k3_checkpoint.spec import ModelSpec
-from kimi_k3.cli.units import size
 from kimi_k3.convert.source import WORK_NAME
 from kimi_k3.doctor.findings import Finding, Level
 from kimi_k3.rehearsal.config import check_config
+from kimi_k3.units import size
 
 AREA = "checkpoint"
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")

@@ -8,18 +8,20 @@ Every probe that breaks becomes a row of its own; the others go on.
 import importlib.metadata
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from kimi_k3.doctor import checkpoint, environment, experts, memory
 from kimi_k3.doctor import machine as machines
-from kimi_k3.doctor.findings import Diagnosis, Finding, Level, probed
+from kimi_k3.doctor.findings import Diagnosis, Finding, Level, attempt, probed
 from kimi_k3.doctor.machine import Kind, Machine
-from kimi_k3.rehearsal import planned
+from kimi_k3.rehearsal import memory_plan
 from kimi_k3.rehearsal.components import EXPERTS
+from kimi_k3.rehearsal.ranks import Layout
 
 VLLM = "vLLM"
 _READERS = ("auto", "safetensors")
@@ -27,7 +29,7 @@ _FAST = "fastsafetensors"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ServeOptions:
     """How the model is to be served.
 
     Attributes:
@@ -43,40 +45,57 @@ class Wish:
     load_format: str = "auto"
 
 
-def diagnose(model: str | None, wish: Wish, environ: Mapping[str, str] = os.environ) -> Diagnosis:
+@dataclass(frozen=True)
+class Situation:
+    """What a model is judged by: the machine, its environment, and how it is to be served."""
+
+    machine: Machine
+    environ: Mapping[str, str]
+    options: ServeOptions
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks that will start."""
+        return self.options.ranks or max(1, self.machine.gpus)
+
+
+@dataclass
+class Judged:
+    """What was found so far, and which arguments of `vllm serve` follow from it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+
+
+def diagnose(
+    model: str | None, options: ServeOptions, environ: Mapping[str, str] = os.environ
+) -> Diagnosis:
     """Look at everything that decides whether Kimi-K3 can be served here.
 
     Args:
         model: A folder or a hub id in the local cache; None looks at the machine alone.
-        wish: How it is to be served.
+        options: How it is to be served.
         environ: The environment to judge.
 
     Raises:
         NoSuchModelError: The model is neither.
     """
     named = checkpoint.locate(model) if model is not None else None
-    findings: list[Finding] = []
-    found = Machine(Kind.OTHER, "unknown")
-
-    def look_at_machine() -> Iterator[Finding]:
-        nonlocal found
-        found = machines.look()
-        yield from machines.describe(found)
-
-    findings += probed(machines.AREA, "platform", look_at_machine)
+    found, findings = attempt(machines.AREA, "platform", machines.look)
+    if found is not None:
+        findings += probed(machines.AREA, "platform", lambda: machines.describe(found))
+    here = Situation(found or Machine(Kind.OTHER, "unknown"), environ, options)
     findings += probed(VLLM, "overlay", _overlay)
     findings += probed(VLLM, "command", _command_line)
-    ranks = wish.ranks or max(1, found.gpus)
-    findings += probed(
-        environment.AREA, "variables", lambda: environment.judge(environ, found, ranks)
-    )
-    arguments: list[str] = []
-    if named is not None:
-        findings += _model(named, wish, ranks, found, environ, arguments)
-    diagnosis = Diagnosis(model, tuple(findings))
-    if named is None or not diagnosis.ready:
+    judge = partial(environment.judge, environ, here.machine, here.ranks)
+    findings += probed(environment.AREA, "variables", judge)
+    if named is None:
+        return Diagnosis(model, tuple(findings))
+    judged = _model(named, here)
+    diagnosis = Diagnosis(model, (*findings, *judged.findings))
+    if not diagnosis.ready:
         return diagnosis
-    return Diagnosis(model, tuple(findings), _command(named.name, wish, ranks, arguments))
+    return replace(diagnosis, command=_command(named.name, here, judged.arguments))
 
 
 def has_command() -> bool:
@@ -104,74 +123,57 @@ def _overlay() -> Iterator[Finding]:
     from kimi_k3.doctor import amendments
 
     found = amendments.collect()
-    tested = Level.NOTE if "outside" in found.versions["vllm"] else Level.OK
+    tested = Level.OK if found.tested else Level.NOTE
     yield Finding(VLLM, "version", tested, found.versions["vllm"])
     refused = [row for row in found.amendments if row.outcome in amendments.UNHEALTHY]
     for row in refused:
         yield Finding(VLLM, row.module, Level.PROBLEM, f"{row.outcome}: {row.why}")
-    if refused or found.switched_off:
-        return
-    counts = {
-        outcome: sum(row.outcome == outcome for row in found.amendments)
-        for outcome in dict.fromkeys(row.outcome for row in found.amendments)
-    }
-    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    yield Finding(VLLM, "amendments", Level.OK, text)
+    if not refused and not found.switched_off:
+        counts = Counter(row.outcome for row in found.amendments)
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        yield Finding(VLLM, "amendments", Level.OK, text)
 
 
-def _model(
-    named: checkpoint.Model,
-    wish: Wish,
-    ranks: int,
-    found: Machine,
-    environ: Mapping[str, str],
-    arguments: list[str],
-) -> Iterator[Finding]:
-    """Judge a model on the machine that was found; adds what `vllm serve` needs to `arguments`."""
-    config: dict[str, Any] | None = None
-    stored: experts.Format | None = None
-
-    def look_at_files() -> Iterator[Finding]:
-        nonlocal config, stored
-        config, stored, rows = checkpoint.look(named)
-        yield from rows
-
-    yield from probed(checkpoint.AREA, "files", look_at_files)
-    yield from probed(checkpoint.AREA, "load format", lambda: _load_format(wish.load_format, found))
-    if found.kind is Kind.OTHER or config is None or stored is None:
-        return
-    way = experts.way(found, stored)
-    arguments += way.arguments
-    yield way.finding
-    text = config.get("text_config", config)
-    if found.kind is Kind.CPU:
-        yield from probed(experts.AREA, "sizes", partial(_sizes_on_cpu, text, ranks, wish))
-    share: list[float] = []
-    judged = partial(_memory, config, stored, wish, ranks, found, environ, way, share)
-    yield from probed(memory.AREA, "plan", judged)
-    if share:
-        arguments += ["--gpu-memory-utilization", f"{share[0]:.2f}"]
+def _model(named: checkpoint.Model, here: Situation) -> Judged:
+    """Judge a model on the machine that was found."""
+    judged = Judged()
+    seen, judged.findings = attempt(checkpoint.AREA, "files", lambda: checkpoint.look(named))
+    config, stored, rows = seen or (None, None, [])
+    judged.findings += rows
+    judged.findings += probed(checkpoint.AREA, "load format", partial(_load_format, here))
+    if here.machine.kind is Kind.OTHER or config is None or stored is None:
+        return judged
+    way = experts.way(here.machine, stored)
+    judged.arguments += way.arguments
+    judged.findings.append(way.finding)
+    if here.machine.kind is Kind.CPU:
+        text = config.get("text_config", config)
+        judged.findings += probed(experts.AREA, "sizes", partial(_sizes_on_cpu, text, here))
+    judge = partial(_memory, config, stored, way, here)
+    judged.findings += probed(memory.AREA, "plan", judge)
+    judged.arguments += _utilization(here)
+    return judged
 
 
-def _load_format(name: str, found: Machine) -> Iterator[Finding]:
-    if name in _READERS:
-        yield Finding(checkpoint.AREA, "load format", Level.OK, name)
-    elif name == _FAST and find_spec(_FAST) is None:
+def _load_format(here: Situation) -> Iterator[Finding]:
+    name, level = here.options.load_format, Level.OK
+    text = name
+    if name == _FAST and find_spec(_FAST) is None:
+        level = Level.PROBLEM
         text = f"{name}: the package of that name is not installed. pip install {_FAST}"
-        yield Finding(checkpoint.AREA, "load format", Level.PROBLEM, text)
-    elif name == _FAST:
-        where = " into host memory" if found.kind is Kind.CPU else ""
-        yield Finding(checkpoint.AREA, "load format", Level.OK, f"{name}{where}")
-    else:
-        text = f"{name}: nothing here has tried it with Kimi-K3"
-        yield Finding(checkpoint.AREA, "load format", Level.WARNING, text)
+    elif name == _FAST and here.machine.kind is Kind.CPU:
+        text = f"{name} into host memory"
+    elif name not in (*_READERS, _FAST):
+        level, text = Level.WARNING, f"{name}: nothing here has tried it with Kimi-K3"
+    yield Finding(checkpoint.AREA, "load format", level, text)
 
 
-def _sizes_on_cpu(text: Mapping[str, Any], ranks: int, wish: Wish) -> Iterator[Finding]:
+def _sizes_on_cpu(text: Mapping[str, Any], here: Situation) -> Iterator[Finding]:
     from vllm.models.kimi_k3.cpu.serving import model_problems
 
+    parallel = here.options.expert_parallel
     try:
-        problems = list(model_problems(text, ranks=ranks, expert_parallel=wish.expert_parallel))
+        problems = list(model_problems(text, ranks=here.ranks, expert_parallel=parallel))
     except KeyError as error:
         problems = [f"config.json: expected a Kimi-K3, found no {error}"]
     for problem in problems:
@@ -188,28 +190,18 @@ def _planned_as(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _memory(
-    config: dict[str, Any],
-    stored: experts.Format,
-    wish: Wish,
-    ranks: int,
-    found: Machine,
-    environ: Mapping[str, str],
-    way: experts.Way,
-    share: list[float],
+    config: dict[str, Any], stored: experts.Format, way: experts.Way, here: Situation
 ) -> Iterator[Finding]:
-    layout = planned.Ranks(ranks, 0, wish.expert_parallel)
     if stored is experts.Format.MIXED:
         # The larger of its two formats.
         config = _planned_as(config, "pack-quantized")
     elif stored is experts.Format.PLAIN:
         config = _planned_as(config, "mxfp4-pack-quantized")
     try:
-        plan = planned.plan(config, layout)
-    except ValueError as error:
-        yield Finding(memory.AREA, "plan", Level.PROBLEM, str(error))
-        return
-    except KeyError as error:
-        text = f"config.json: expected a Kimi-K3, found no {error}"
+        plan = memory_plan.plan(config, Layout(here.ranks, 0, here.options.expert_parallel))
+    except (KeyError, ValueError) as error:
+        missing = f"config.json: expected a Kimi-K3, found no {error}"
+        text = missing if isinstance(error, KeyError) else str(error)
         yield Finding(memory.AREA, "plan", Level.PROBLEM, text)
         return
     need = plan.worker
@@ -218,25 +210,37 @@ def _memory(
     if way.expands or stored is experts.Format.PLAIN:
         # bfloat16 in place of four bits.
         need += 3 * plan.components[EXPERTS]
-    space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    cache = int(space) * 2**30 if space.isdigit() else None
-    yield from memory.judge(found, need, ranks, wish.utilization, cache)
-    tight = [m for m in found.memory[:ranks] if m.free < m.total * wish.utilization]
-    if tight and (found.kind is not Kind.CPU or cache is None):
-        share.append(min(memory.usable_share(m.total, m.free) for m in tight))
-    elif wish.utilization != Wish.utilization:
-        share.append(wish.utilization)
+    yield from memory.judge(
+        here.machine, need, here.ranks, here.options.utilization, _kv_cache(here)
+    )
 
 
-def _command(name: str, wish: Wish, ranks: int, arguments: list[str]) -> str:
+def _kv_cache(here: Situation) -> int | None:
+    """Return the bytes of KV cache that a CPU is told to take, if it is."""
+    space = here.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return int(space) * 2**30 if space.isdigit() else None
+
+
+def _utilization(here: Situation) -> list[str]:
+    """Return the share of memory that vLLM has to be told, if it is not its own."""
+    share = here.options.utilization
+    tight = [m for m in here.machine.memory[: here.ranks] if m.free < m.total * share]
+    if tight and (here.machine.kind is not Kind.CPU or _kv_cache(here) is None):
+        share = min(memory.usable_share(m.total, m.free) for m in tight)
+    elif share == ServeOptions.utilization:
+        return []
+    return ["--gpu-memory-utilization", f"{share:.2f}"]
+
+
+def _command(name: str, here: Situation, arguments: list[str]) -> str:
     if has_command():
         words = ["vllm", "serve", name]
     else:
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name]
-    if ranks > 1:
-        words += ["--tensor-parallel-size", str(ranks)]
-    if wish.expert_parallel:
+    if here.ranks > 1:
+        words += ["--tensor-parallel-size", str(here.ranks)]
+    if here.options.expert_parallel:
         words.append("--enable-expert-parallel")
-    if wish.load_format != "auto":
-        words += ["--load-format", wish.load_format]
+    if here.options.load_format != "auto":
+        words += ["--load-format", here.options.load_format]
     return shlex.join(words + arguments)

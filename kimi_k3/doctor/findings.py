@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 
 class Level(StrEnum):
@@ -85,21 +85,23 @@ class Diagnosis:
         }
 
 
-def probed(
-    area: str, subject: str, probe: Callable[[], Iterable[Finding]], level: Level = Level.PROBLEM
-) -> list[Finding]:
-    """Return a probe's findings; one that breaks becomes a finding that says why.
+Found = TypeVar("Found")
 
-    Args:
-        area: Of the finding, if it breaks.
-        subject: Likewise.
-        probe: Looks and judges.
-        level: How much it matters that this could not be found out.
-    """
+
+def attempt(
+    area: str, subject: str, probe: Callable[[], Found]
+) -> tuple[Found | None, list[Finding]]:
+    """Return what a probe returns, or None and a problem that says why it broke."""
     try:
-        return list(probe())
+        return probe(), []
     # A package that ends the process on import must not end the diagnosis.
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split()) or "no reason given"
         text = f"could not be found out: {type(error).__name__}: {reason}"
-        return [Finding(area, subject, level, text)]
+        return None, [Finding(area, subject, Level.PROBLEM, text)]
+
+
+def probed(area: str, subject: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return a probe's findings; one that breaks becomes a finding that says why."""
+    found, broken = attempt(area, subject, lambda: list(probe()))
+    return broken if found is None else found

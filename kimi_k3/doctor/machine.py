@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 
 import vllm_overlay
-from kimi_k3.cli.units import size
 from kimi_k3.doctor.findings import Finding, Level
+from kimi_k3.units import size
 
 AREA = "machine"
 

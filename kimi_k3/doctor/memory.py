@@ -8,9 +8,9 @@ Judges records; imports neither torch nor vLLM.
 from collections.abc import Iterator
 from math import floor
 
-from kimi_k3.cli.units import size
 from kimi_k3.doctor.findings import Finding, Level
 from kimi_k3.doctor.machine import Kind, Machine
+from kimi_k3.units import size
 
 AREA = "memory"
 # vLLM refuses to start where less is free than it is to use; other programs come and go.

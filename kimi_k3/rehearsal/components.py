@@ -23,6 +23,26 @@ GPUS: dict[str, float] = {
     "H200": 143771 / 1024,
 }
 
+
+def gpu_memory(name: str) -> float:
+    """Return a GPU's memory in GiB, by its name or as the number itself.
+
+    Raises:
+        ValueError: Neither a known name nor a positive number.
+    """
+    if name.upper() in GPUS:
+        return GPUS[name.upper()]
+    try:
+        gib = float(name)
+    except ValueError:
+        gib = 0
+    if not 0 < gib < float("inf"):
+        raise ValueError(
+            f"GPU: expected one of {', '.join(GPUS)} or a number of GiB, found {name!r}"
+        )
+    return gib
+
+
 EXPERTS, SCALES = "routed experts", "routed experts' scales"
 KDA, MLA, REST = "KDA attention", "MLA attention", "norms and residual mixing"
 # Component -> parts of parameter names that belong to it; the first match decides.

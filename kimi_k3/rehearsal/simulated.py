@@ -9,13 +9,50 @@ Collectives return at once and exchange nothing, so no result that crosses ranks
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kimi_k3.rehearsal.replaced import replaced
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+
+BACKEND = "kimi_k3_simulated"
+
+
+class _Done(dist.Work):
+    """A collective that is over before it began."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+class _WithoutPeers(dist.ProcessGroup):
+    """A process group whose other ranks do not exist."""
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    # torch keeps a group's name in its backends, of which this one has none.
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def _return_at_once(self, *args: Any, **kwargs: Any) -> _Done:
+        return _Done()
+
+    allgather = allreduce = alltoall = barrier = broadcast = gather = _return_at_once
+    recv = reduce = reduce_scatter = scatter = send = _return_at_once
+    # Of single tensors, by the names of each torch.
+    alltoall_base = _allgather_base = _reduce_scatter_base = _return_at_once
+    all_gather_single = reduce_scatter_single = all_to_all_single = _return_at_once
+
+
+# torch keeps its own "fake" backend among its test helpers, which are no API.
+dist.Backend.register_backend(
+    BACKEND, lambda store, rank, size, timeout: _WithoutPeers(rank, size), devices=["cpu", "cuda"]
+)
 
 
 @contextmanager
@@ -48,33 +85,27 @@ def simulated_parallel(
             "this process already belongs to a distributed layout; a simulated one needs a process "
             "of its own"
         )
-    new_group = dist.new_group
+    new_group, make_coordinator = dist.new_group, parallel_state.GroupCoordinator.__init__
 
-    def new_fake_group(ranks: list[int], **kwargs: Any) -> dist.ProcessGroup:
-        return new_group(ranks, **{**kwargs, "backend": "fake"})
+    def new_simulated_group(ranks: list[int], **kwargs: Any) -> dist.ProcessGroup:
+        return new_group(ranks, **{**kwargs, "backend": BACKEND})
 
-    def coordinator_without_peers(self, *args, **kwargs) -> None:
+    def coordinator_without_peers(self: Any, *args: Any, **kwargs: Any) -> None:
         # Both would wait for processes that do not exist.
         kwargs |= {"use_message_queue_broadcaster": False, "use_device_communicator": False}
-        coordinator_init(self, *args, **kwargs)
+        make_coordinator(self, *args, **kwargs)
 
-    coordinator_init = parallel_state.GroupCoordinator.__init__
     with ExitStack() as stack:
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(set_current_vllm_config(vllm_config or VllmConfig()))
-        dist.init_process_group(
-            backend="fake", store=FakeStore(), rank=rank, world_size=tensor_parallel_size
-        )
+        layout = {"rank": rank, "world_size": tensor_parallel_size, "backend": BACKEND}
+        dist.init_process_group(store=dist.HashStore(), **layout)
         with (
-            mock.patch.object(dist, "new_group", new_fake_group),
-            mock.patch.object(parallel_state, "_node_count", return_value=hosts),
-            mock.patch.object(
-                parallel_state.GroupCoordinator, "__init__", coordinator_without_peers
-            ),
+            replaced(dist, "new_group", new_simulated_group),
+            replaced(parallel_state, "_node_count", lambda group: hosts),
+            replaced(parallel_state.GroupCoordinator, "__init__", coordinator_without_peers),
         ):
-            parallel_state.init_distributed_environment(
-                world_size=tensor_parallel_size, rank=rank, local_rank=0, backend="fake"
-            )
-            parallel_state.initialize_model_parallel(tensor_parallel_size, backend="fake")
+            parallel_state.init_distributed_environment(local_rank=0, **layout)
+            parallel_state.initialize_model_parallel(tensor_parallel_size, backend=BACKEND)
         yield

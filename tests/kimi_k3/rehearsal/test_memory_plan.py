@@ -18,9 +18,9 @@ from k3_checkpoint.write import write_checkpoint
 from kimi_k3.convert.quantization import converted_config
 from kimi_k3.rehearsal.components import EXPERTS, ORDER, SCALES
 from kimi_k3.rehearsal.config import check_config
-from kimi_k3.rehearsal.layout import FP8, Layout
-from kimi_k3.rehearsal.planned import Ranks, plan
-from kimi_k3.rehearsal.run import rehearse, resident
+from kimi_k3.rehearsal.memory_plan import plan
+from kimi_k3.rehearsal.ranks import FP8, Layout
+from kimi_k3.rehearsal.rehearse import rehearse, resident
 
 LAYOUTS = [
     (tp, rank, expert_parallel)
@@ -40,7 +40,7 @@ def folder(path: Path, spec: ModelSpec) -> Path:
 @pytest.mark.parametrize(("tp", "rank", "expert_parallel"), LAYOUTS)
 def test_equals_the_real_model(tmp_path, tp, rank, expert_parallel):
     built = resident(folder(tmp_path, FEW), Layout(tp, rank, expert_parallel))
-    assert plan(FEW.config(), Ranks(tp, rank, expert_parallel)) == built
+    assert plan(FEW.config(), Layout(tp, rank, expert_parallel)) == built
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_equals_the_real_model(tmp_path, tp, rank, expert_parallel):
 def test_equals_the_real_model_at_full_depth(tmp_path, tp, rank, expert_parallel):
     spec = ModelSpec(vision=None)
     built = resident(folder(tmp_path, spec), Layout(tp, rank, expert_parallel))
-    assert plan(spec.config(), Ranks(tp, rank, expert_parallel)) == built
+    assert plan(spec.config(), Layout(tp, rank, expert_parallel)) == built
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_equals_models_of_other_sizes(tmp_path, change, expert_parallel):
     )
     spec = replace(small, **change)
     built = resident(folder(tmp_path, spec), Layout(4, 1, expert_parallel))
-    assert plan(spec.config(), Ranks(4, 1, expert_parallel)) == built
+    assert plan(spec.config(), Layout(4, 1, expert_parallel)) == built
 
 
 @pytest.mark.parametrize(("tp", "expert_parallel"), [(8, False), (8, True), (32, False)])
@@ -80,7 +80,7 @@ def test_equals_a_rehearsed_fp8_load(tmp_path, tp, expert_parallel):
     write_checkpoint(tmp_path / "checkpoint", spec, shards=2, headers_only=True)
     loaded = rehearse(tmp_path / "checkpoint", Layout(tp, 0, expert_parallel, FP8))
     assert loaded.account.delays == ()
-    assert plan(spec.config(), Ranks(tp, 0, expert_parallel, fp8=True)) == loaded.plan
+    assert plan(spec.config(), Layout(tp, 0, expert_parallel, FP8)) == loaded.plan
 
 
 def test_the_vision_tower_is_that_of_the_checkpoint(tmp_path):
@@ -88,11 +88,11 @@ def test_the_vision_tower_is_that_of_the_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "checkpoint", spec, shards=2, headers_only=True)
     loaded = rehearse(tmp_path / "checkpoint", Layout(8))
     assert loaded.plan.vision > 0
-    assert plan(spec.config(), Ranks(8)) == loaded.plan
+    assert plan(spec.config(), Layout(8)) == loaded.plan
 
 
 def test_components_are_in_order_and_add_up():
-    found = plan(ModelSpec().config(), Ranks(8))
+    found = plan(ModelSpec().config(), Layout(8))
     assert tuple(found.components) == ORDER
     assert found.resident == sum(found.components.values())
     assert found.components[EXPERTS] == 92 * 896 * (768 * 1792 + 3584 * 192)
@@ -101,9 +101,9 @@ def test_components_are_in_order_and_add_up():
 def test_a_converted_checkpoint_is_planned_as_the_conversion_while_loading():
     """The same bytes in the end, and none in between."""
     config = ModelSpec().config()
-    online = plan(config, Ranks(8))
+    online = plan(config, Layout(8))
     modules = frozenset(f"model.layers.{n}.block_sparse_moe.experts" for n in range(1, 93))
-    stored = plan(converted_config(config, modules, frozenset()), Ranks(8))
+    stored = plan(converted_config(config, modules, frozenset()), Layout(8))
     assert stored.components[EXPERTS] == online.components[EXPERTS]
     assert stored.components[SCALES] == 2 * online.components[SCALES]
     assert stored.resident == online.resident + online.int4_scales
@@ -131,18 +131,18 @@ def test_any_value_in_place_of_another_is_planned_or_refused(value):
         at[path[-1]] = value
         with contextlib.suppress(ValueError, KeyError):
             check_config(config)
-            plan(config, Ranks(2))
+            plan(config, Layout(2))
         del at[path[-1]]
         with contextlib.suppress(ValueError, KeyError):
             check_config(config)
-            plan(config, Ranks(2))
+            plan(config, Layout(2))
 
 
 def test_refusals_are_listed_at_once():
     config = ModelSpec().config()
     del config["text_config"]["quantization_config"]
     with pytest.raises(ValueError, match="cannot plan this") as caught:
-        plan(config, Ranks(7, 9))
+        plan(config, Layout(7, 9))
     message = str(caught.value)
     for part in (
         "rank 9 lies outside a layout of 7",

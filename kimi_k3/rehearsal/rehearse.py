@@ -15,22 +15,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import vllm_overlay
-from kimi_k3.rehearsal.components import (
-    CHUNK_EXPERTS,
-    EXPERTS,
-    SCALES,
-    MemoryPlan,
-    summed,
-)
-from kimi_k3.rehearsal.layout import Layout, kda_layers, rank_model
+from kimi_k3.rehearsal.components import CHUNK_EXPERTS, EXPERTS, SCALES, MemoryPlan, summed
+from kimi_k3.rehearsal.rank_model import kda_layers, rank_model
+from kimi_k3.rehearsal.ranks import Layout
+from kimi_k3.rehearsal.replaced import replaced
 from kimi_k3.rehearsal.stream import Header, Order, headers, tensors
 from vllm.model_executor.model_loader.expert_index import IndexedMapping
 from vllm.model_executor.model_loader.reload import accounting
@@ -113,7 +109,9 @@ def rehearse(
         account.name_layers(model)
         account.keep_history = True
         counted = _Counted(headers(folder, order, seed))
-        with _without_gc(), _mapping(indexed):
+        with _without_gc(), ExitStack() as stack:
+            if not indexed:
+                stack.enter_context(replaced(IndexedMapping, "__iter__", list.__iter__))
             found = list(counted)  # files first, so that the time is the loaders' alone
             wall, cpu = time.perf_counter(), time.process_time()
             load_weights(tensors(iter(found)))
@@ -167,14 +165,8 @@ class _Counted:
         self.text = self.nbytes = self.vision = 0
 
     def __iter__(self) -> Iterator[Header]:
-        sizes = {
-            dtype: torch.empty(0, dtype=dtype).element_size()
-            for dtype in (torch.bfloat16, torch.float32, torch.uint8)
-        }
         for name, dtype, shape in self._found:
-            nbytes = sizes.get(dtype) or torch.empty(0, dtype=dtype).element_size()
-            for size in shape:
-                nbytes *= size
+            nbytes = dtype.itemsize * prod(shape)
             if name.startswith(("vision_tower.", "mm_projector.")):
                 self.vision += nbytes
                 continue
@@ -195,15 +187,6 @@ def _without_gc() -> Iterator[None]:
 
 
 @contextmanager
-def _mapping(indexed: bool) -> Iterator[None]:
-    if indexed:
-        yield
-        return
-    with mock.patch.object(IndexedMapping, "__iter__", list.__iter__):
-        yield
-
-
-@contextmanager
 def _account() -> Iterator[None]:
     """Put the account around stock vLLM's functions where no amendment has."""
     with ExitStack() as stack:
@@ -215,38 +198,37 @@ def _account() -> Iterator[None]:
                 ("finalize_layerwise_processing", accounting.finalize),
             ):
                 wrapped = partial(wrapper, getattr(layerwise, name))
-                stack.enter_context(mock.patch.object(layerwise, name, wrapped))
+                stack.enter_context(replaced(layerwise, name, wrapped))
         yield
 
 
 def _plan(model: nn.Module, kda: frozenset[int], vision: int) -> MemoryPlan:
     parameters = dict(model.named_parameters())
-    scales = [
-        p for name, p in parameters.items() if name.endswith("routed_experts.w13_weight_scale")
-    ]
-    scales += [
-        p for name, p in parameters.items() if name.endswith("routed_experts.w2_weight_scale")
-    ]
-    weights = [p for name, p in parameters.items() if name.endswith("routed_experts.w13_weight")]
-    weights += [p for name, p in parameters.items() if name.endswith("routed_experts.w2_weight")]
+
+    def ending(name: str) -> list[torch.Tensor]:
+        return [p for full, p in parameters.items() if full.endswith(name)]
+
+    weights, scales = (
+        [p for part in ("w13", "w2") for p in ending(f"routed_experts.{part}_weight{kind}")]
+        for kind in ("", "_scale")
+    )
     bf16 = torch.bfloat16.itemsize
-    transient = max(
-        (
-            scale.numel() * bf16 + weight[:CHUNK_EXPERTS].nbytes
-            for scale, weight in zip(scales, weights, strict=True)
-        ),
-        default=0,
+    transients = (
+        scale.numel() * bf16 + weight[:CHUNK_EXPERTS].nbytes
+        for scale, weight in zip(scales, weights, strict=True)
     )
     return MemoryPlan(
-        components=summed(((name, p.nbytes) for name, p in parameters.items()), kda),
+        components=_components(model, kda),
         rounding=0,
         int4_scales=sum(scale.numel() * bf16 - scale.nbytes for scale in scales),
-        int4_transient=transient,
-        absorbed=sum(
-            p.numel() * bf16 for name, p in parameters.items() if name.endswith("kv_b_proj.weight")
-        ),
+        int4_transient=max(transients, default=0),
+        absorbed=sum(p.numel() * bf16 for p in ending("kv_b_proj.weight")),
         vision=vision,
     )
+
+
+def _components(model: nn.Module, kda: frozenset[int]) -> dict[str, int]:
+    return summed(((name, p.nbytes) for name, p in model.named_parameters()), kda)
 
 
 def _with_rounding(
@@ -254,6 +236,6 @@ def _with_rounding(
 ) -> MemoryPlan:
     """Add what the general size rule would cost, by building the model once more under it."""
     with rank_model(folder, replace(layout, rounded=True)) as (model, _):
-        rounded = summed(((name, p.nbytes) for name, p in model.named_parameters()), kda)
+        rounded = _components(model, kda)
     more = sum(rounded[name] - plan.components[name] for name in (EXPERTS, SCALES))
     return replace(plan, rounding=more)

@@ -7,7 +7,7 @@ test holds the sums equal to the real model's, built on the meta device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from kimi_k3.rehearsal.components import (
     summed,
 )
 from kimi_k3.rehearsal.config import check_config
+from kimi_k3.rehearsal.ranks import FP8, Layout
 
 BF16, F32, U8 = 2, 4, 1
 # vLLM's model classes for ROCm: alignment rows of the merged KDA projection, least slice of an
@@ -31,47 +32,30 @@ _GROUP = 32  # values that share a scale
 _MXFP4, _INT4 = "mxfp4-pack-quantized", "pack-quantized"
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The layout that a plan is for.
-
-    Attributes:
-        tensor_parallel_size: Ranks.
-        rank: This one, from 0.
-        expert_parallel: Whether whole experts are spread over the ranks.
-        fp8: Whether linear layers become FP8 with a scale per row while they load.
-    """
-
-    tensor_parallel_size: int
-    rank: int = 0
-    expert_parallel: bool = False
-    fp8: bool = False
-
-
-def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
+def plan(config: dict[str, Any], layout: Layout) -> MemoryPlan:
     """Return the memory plan of one rank.
 
     Args:
         config: Contents of config.json, of the full or of the text model.
-        ranks: The rank and its layout.
+        layout: The rank and its layout.
 
     Raises:
         ValueError: The model is not a Kimi-K3 with MXFP4 or int4 experts, or does not divide by the
             ranks.
     """
     text = config.get("text_config", config)
-    _check(text, ranks)
+    _check(text, layout)
     kda = frozenset(index - 1 for index in text["linear_attn_config"]["kda_layers"])
-    components = summed(_parameters(text, ranks, kda), kda)
-    rounded = summed(_parameters(text, ranks, kda, _GENERAL_ALIGNMENT), kda)
-    experts, inner, latent = _expert_sizes(text, ranks, _ALIGNMENT)
+    components = summed(_parameters(text, layout, kda), kda)
+    rounded = summed(_parameters(text, replace(layout, rounded=True), kda), kda)
+    experts, inner, latent = _expert_sizes(text, layout)
     chunk = 0 if _holds_int4(text) else min(CHUNK_EXPERTS, experts)
     transient = (
         2 * inner * latent // _GROUP * experts * BF16 + chunk * 2 * inner * latent // 2,
         latent * inner // _GROUP * experts * BF16 + chunk * latent * inner // 2,
     )
     mla_layers = text["num_hidden_layers"] - len(kda)
-    heads = text["num_attention_heads"] // ranks.tensor_parallel_size
+    heads = text["num_attention_heads"] // layout.tensor_parallel_size
     absorbed = heads * (text["qk_nope_head_dim"] + text["v_head_dim"]) * text["kv_lora_rank"] * BF16
     return MemoryPlan(
         components=components,
@@ -83,12 +67,12 @@ def plan(config: dict[str, Any], ranks: Ranks) -> MemoryPlan:
     )
 
 
-def _check(text: dict[str, Any], ranks: Ranks) -> None:
+def _check(text: dict[str, Any], layout: Layout) -> None:
     check_config(text)
-    tp = ranks.tensor_parallel_size
+    tp = layout.tensor_parallel_size
     problems = []
-    if not 0 <= ranks.rank < tp:
-        problems.append(f"rank {ranks.rank} lies outside a layout of {tp}")
+    if not 0 <= layout.rank < tp:
+        problems.append(f"rank {layout.rank} lies outside a layout of {tp}")
     experts = text.get("quantization_config", {}).get("format")
     if experts not in (_MXFP4, _INT4):
         problems.append(f"expected experts in {_MXFP4}, found {experts} ({_INT4} int4 will do)")
@@ -121,27 +105,28 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _expert_sizes(text: dict[str, Any], ranks: Ranks, alignment: int) -> tuple[int, int, int]:
+def _expert_sizes(text: dict[str, Any], layout: Layout) -> tuple[int, int, int]:
     """Return this rank's experts and the intermediate and hidden size that each has in memory."""
-    tp, size = ranks.tensor_parallel_size, text["moe_intermediate_size"]
+    tp, size = layout.tensor_parallel_size, text["moe_intermediate_size"]
     least = text.get("min_moe_intermediate_per_partition", _LEAST_SLICE)
     if tp > 1 and size // tp < least:
         size = least * tp
     experts = text["num_experts"]
     latent = text.get("routed_expert_hidden_size") or text["hidden_size"]
-    if ranks.expert_parallel and tp > 1:
-        experts = experts // tp + (ranks.rank < experts % tp)
+    if layout.expert_parallel and tp > 1:
+        experts = experts // tp + (layout.rank < experts % tp)
     else:
         size //= tp
+    alignment = _GENERAL_ALIGNMENT if layout.rounded else _ALIGNMENT
     return experts, _up(size, alignment), _up(latent, alignment)
 
 
 def _parameters(
-    text: dict[str, Any], ranks: Ranks, kda: frozenset[int], alignment: int = _ALIGNMENT
+    text: dict[str, Any], layout: Layout, kda: frozenset[int]
 ) -> Iterator[tuple[str, int]]:
     """Yield name and bytes of every parameter, by the names of vLLM's model."""
     hidden = text["hidden_size"]
-    vocabulary = _up(text["vocab_size"], _VOCABULARY) // ranks.tensor_parallel_size
+    vocabulary = _up(text["vocab_size"], _VOCABULARY) // layout.tensor_parallel_size
     yield "model.embed_tokens.weight", vocabulary * hidden * BF16
     yield "lm_head.weight", vocabulary * hidden * BF16
     mixes = text.get("attn_res_block_size") is not None
@@ -151,79 +136,72 @@ def _parameters(
         prefix = f"model.layers.{layer}."
         yield f"{prefix}input_layernorm.weight", hidden * BF16 * (6 if mixes else 2)
         attention = _kda if layer in kda else _mla
-        for name, nbytes in attention(text, ranks):
+        for name, nbytes in attention(text, layout):
             yield f"{prefix}self_attn.{name}", nbytes
         moe = layer >= text["first_k_dense_replace"] and layer % text.get("moe_layer_freq", 1) == 0
-        feed_forward = _moe(text, ranks, alignment) if moe else _dense(text, ranks)
-        for name, nbytes in feed_forward:
-            yield f"{prefix}{name}", nbytes
+        if moe:
+            for name, nbytes in _moe(text, layout):
+                yield f"{prefix}block_sparse_moe.{name}", nbytes
+        else:
+            yield f"{prefix}mlp.proj", _gated(layout, hidden, text["intermediate_size"])
 
 
-def _linear(ranks: Ranks, rows: int, columns: int) -> int:
-    return rows * columns + rows * F32 if ranks.fp8 else rows * columns * BF16
+def _linear(layout: Layout, rows: int, columns: int) -> int:
+    return rows * columns + rows * F32 if layout.linear == FP8 else rows * columns * BF16
 
 
-def _kda(text: dict[str, Any], ranks: Ranks) -> Iterator[tuple[str, int]]:
+def _kda(text: dict[str, Any], layout: Layout) -> Iterator[tuple[str, int]]:
     config, hidden = text["linear_attn_config"], text["hidden_size"]
-    heads, dim = config["num_heads"] // ranks.tensor_parallel_size, config["head_dim"]
+    heads, dim = config["num_heads"] // layout.tensor_parallel_size, config["head_dim"]
     width = heads * dim
     rows = _up(4 * width + dim + heads, _KDA_ROWS)
-    yield "in_proj_qkvgfab", _linear(ranks, rows, hidden)
-    yield "f_b_proj", _linear(ranks, width, dim)
-    yield "o_proj", _linear(ranks, hidden, width)
+    yield "in_proj_qkvgfab", _linear(layout, rows, hidden)
+    yield "f_b_proj", _linear(layout, width, dim)
+    yield "o_proj", _linear(layout, hidden, width)
     yield "conv1d", 3 * width * config["short_conv_kernel_size"] * F32
     yield "dt_bias", width * F32
     yield "A_log", heads * F32
     yield "o_norm", dim * BF16
 
 
-def _mla(text: dict[str, Any], ranks: Ranks) -> Iterator[tuple[str, int]]:
+def _mla(text: dict[str, Any], layout: Layout) -> Iterator[tuple[str, int]]:
     hidden, rank, query = text["hidden_size"], text["kv_lora_rank"], text["q_lora_rank"]
-    heads = text["num_attention_heads"] // ranks.tensor_parallel_size
+    heads = text["num_attention_heads"] // layout.tensor_parallel_size
     nope, rope, value = (text[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
-    yield "fused_qkv_a_proj", _linear(ranks, query + rank + rope, hidden)
-    yield "q_b_proj", _linear(ranks, heads * (nope + rope), query)
-    yield "kv_b_proj", _linear(ranks, heads * (nope + value), rank)
+    yield "fused_qkv_a_proj", _linear(layout, query + rank + rope, hidden)
+    yield "q_b_proj", _linear(layout, heads * (nope + rope), query)
+    yield "kv_b_proj", _linear(layout, heads * (nope + value), rank)
     if text.get("mla_use_output_gate"):
-        yield "g_proj", _linear(ranks, heads * value, hidden)
-    yield "o_proj", _linear(ranks, hidden, heads * value)
+        yield "g_proj", _linear(layout, heads * value, hidden)
+    yield "o_proj", _linear(layout, hidden, heads * value)
     yield "layernorms", (query + rank) * BF16
 
 
-def _gated(ranks: Ranks, hidden: int, size: int) -> int:
-    inner = size // ranks.tensor_parallel_size
-    return _linear(ranks, 2 * inner, hidden) + _linear(ranks, hidden, inner)
+def _gated(layout: Layout, hidden: int, size: int) -> int:
+    inner = size // layout.tensor_parallel_size
+    return _linear(layout, 2 * inner, hidden) + _linear(layout, hidden, inner)
 
 
-def _dense(text: dict[str, Any], ranks: Ranks) -> Iterator[tuple[str, int]]:
-    yield "mlp.proj", _gated(ranks, text["hidden_size"], text["intermediate_size"])
-
-
-def _moe(text: dict[str, Any], ranks: Ranks, alignment: int) -> Iterator[tuple[str, int]]:
-    hidden, tp = text["hidden_size"], ranks.tensor_parallel_size
-    moe = "block_sparse_moe."
-    yield f"{moe}gate.weight", text["num_experts"] * (hidden * BF16 + F32)
+def _moe(text: dict[str, Any], layout: Layout) -> Iterator[tuple[str, int]]:
+    hidden, tp = text["hidden_size"], layout.tensor_parallel_size
+    yield "gate.weight", text["num_experts"] * (hidden * BF16 + F32)
     shared = text.get("num_shared_experts")
     if shared is not None:
         size = shared * text["moe_intermediate_size"]
-        yield f"{moe}shared_experts.proj", _gated(ranks, hidden, size)
+        yield "shared_experts.proj", _gated(layout, hidden, size)
     latent = text.get("routed_expert_hidden_size")
     if latent is not None:
-        sharded = (
-            tp > 1
-            and hidden % tp == 0
-            and shared is not None
-            and text["routed_scaling_factor"] == 1.0
-        )
-        yield f"{moe}routed_expert_down_proj", latent * hidden * BF16
-        yield f"{moe}routed_expert_up_proj", latent * hidden // (tp if sharded else 1) * BF16
+        unscaled = text["routed_scaling_factor"] == 1.0
+        sharded = tp > 1 and hidden % tp == 0 and shared is not None and unscaled
+        yield "routed_expert_down_proj", latent * hidden * BF16
+        yield "routed_expert_up_proj", latent * hidden // (tp if sharded else 1) * BF16
         if text.get("latent_moe_use_norm"):
-            yield f"{moe}norm", latent * BF16
-    experts, inner, width = _expert_sizes(text, ranks, alignment)
+            yield "norm", latent * BF16
+    experts, inner, width = _expert_sizes(text, layout)
     values = experts * 3 * inner * width
-    yield f"{moe}experts.routed_experts.weights", values // 2
+    yield "experts.routed_experts.weights", values // 2
     scale = BF16 if _holds_int4(text) else U8
-    yield f"{moe}experts.routed_experts.w13_weight_scale", values // _GROUP * scale
+    yield "experts.routed_experts.w13_weight_scale", values // _GROUP * scale
 
 
 def _holds_int4(text: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@
 
 import pytest
 
-from kimi_k3.cli.units import Unit, size
+from kimi_k3.units import Unit, size
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ what asks for them is answered for the length of the context.
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from kimi_k3.rehearsal.config import read_config
+from kimi_k3.rehearsal.ranks import BF16, Layout
+from kimi_k3.rehearsal.replaced import replaced
 from kimi_k3.rehearsal.simulated import simulated_parallel
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -36,29 +36,6 @@ mxfp4_method = import_module("vllm.model_executor.layers.quantization.mxfp4")
 mxfp4_oracle = import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
 
 TEXT = "KimiLinearForCausalLM"
-BF16, FP8 = "bf16", "fp8_per_channel_static"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which rank of which layout, and how linear layers are quantized while they load.
-
-    Attributes:
-        tensor_parallel_size: Ranks.
-        rank: This one, from 0.
-        expert_parallel: Whether whole experts are spread over the ranks instead of slices of each.
-        linear: ``bf16`` for none, or a name of vLLM's online quantization.
-        hosts: Machines that the ranks are spread over.
-        rounded: Whether experts follow vLLM's general size rule for ROCm instead of the rule for
-            AITER's SiTU kernel.
-    """
-
-    tensor_parallel_size: int
-    rank: int = 0
-    expert_parallel: bool = False
-    linear: str = BF16
-    hosts: int = 1
-    rounded: bool = False
 
 
 def vllm_config(folder: Path, layout: Layout) -> VllmConfig:
@@ -125,10 +102,12 @@ def _rocm_stub() -> ModuleType:
 def _as_on_rocm(stack: ExitStack, layout: Layout) -> None:
     backend = mxfp4_oracle.Mxfp4MoeBackend
     chosen = backend.TRITON if layout.rounded else backend.AITER_MXFP4_BF16
-    never = mock.Mock(return_value=False)
     make_map = ExpertMapManager.__init__
 
-    def make_map_on_host(self, *args: Any, **kwargs: Any) -> None:
+    def never(*args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def make_map_on_host(self: Any, *args: Any, **kwargs: Any) -> None:
         # It is no weight, and its entries are looked at while the model is built.
         with torch.device("cpu"):
             make_map(self, *args, **kwargs)
@@ -141,8 +120,7 @@ def _as_on_rocm(stack: ExitStack, layout: Layout) -> None:
         (kda, "is_fused_kda_decode_supported", never),
         (kda, "is_fused_kda_chunk_supported", never),
     ):
-        stack.enter_context(mock.patch.object(target, name, value))
-    # Not with `mock.patch.dict`: that would also forget every module imported in the meantime.
+        stack.enter_context(replaced(target, name, value))
     name = "vllm.platforms.rocm"
     if name not in sys.modules:
         sys.modules[name] = _rocm_stub()
@@ -164,7 +142,8 @@ def rank_model(
         ValueError: vLLM refuses the layout for this model.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(model_configs.MODELS_CONFIG_MAP, {TEXT: _TextConfig}))
+        models = {**model_configs.MODELS_CONFIG_MAP, TEXT: _TextConfig}
+        stack.enter_context(replaced(model_configs, "MODELS_CONFIG_MAP", models))
         _as_on_rocm(stack, layout)
         config = vllm_config(folder, layout)
         stack.enter_context(

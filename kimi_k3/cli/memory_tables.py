@@ -9,35 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_k3.cli.output import check_writable
-from kimi_k3.cli.units import Unit, size
-from kimi_k3.rehearsal.components import GIB, GPUS, MemoryPlan
+from kimi_k3.rehearsal.components import GIB, GPUS, MemoryPlan, gpu_memory
+from kimi_k3.units import Unit, size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kimi_k3.rehearsal.run import Rehearsal
+    from kimi_k3.rehearsal.rehearse import Rehearsal
 
 _MERGED_KDA = "in_proj_qkvgfab"
 _EVERY = 8
-
-
-def gpu_memory(name: str) -> float:
-    """Return a GPU's memory in GiB, by its name or as the number itself.
-
-    Raises:
-        ValueError: Neither a known name nor a positive number.
-    """
-    if name.upper() in GPUS:
-        return GPUS[name.upper()]
-    try:
-        gib = float(name)
-    except ValueError:
-        gib = 0
-    if not 0 < gib < float("inf"):
-        raise ValueError(
-            f"GPU: expected one of {', '.join(GPUS)} or a number of GiB, found {name!r}"
-        )
-    return gib
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -48,7 +29,6 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def print_plan(
-    console: Console,
     plan: MemoryPlan,
     title: str,
     *,
@@ -59,13 +39,13 @@ def print_plan(
     """Print what a rank holds, what a running worker adds, and what a GPU has left.
 
     Args:
-        console: Where to.
         plan: The plan.
         title: What it is a plan of.
         gpu: A GPU's name or memory in GiB; None shows all known ones.
         utilization: Share of a GPU's memory that vLLM may use.
         measured: GiB that a running worker was seen to take; the part that is no weight is named.
     """
+    console = Console()
     unit = Unit(plan.worker)
     table = _table(title, "component", unit.name)
     for name, nbytes in plan.components.items():
@@ -111,8 +91,9 @@ def print_plan(
     console.print(table)
 
 
-def print_load(console: Console, rehearsal: "Rehearsal") -> None:
+def print_load(rehearsal: "Rehearsal") -> None:
     """Print what was held during a rehearsed load, and how long it took."""
+    console = Console()
     account = rehearsal.account
     mode = "overlay" if rehearsal.overlay else "stock vLLM"
     held = rehearsal.held_after()
