@@ -18,6 +18,8 @@ from wrapt import patch_function_wrapper
 from vllm.model_executor.model_loader.expert_index import note_names
 from vllm_overlay import require
 
+OVERLAY_DIAGNOSTIC = True
+
 require(
     f"{__name__}:AutoWeightsLoader._load_module",
     parameters=("self", "base_prefix", "module", "weights"),
@@ -26,14 +28,15 @@ require(
 
 @patch_function_wrapper(__name__, "AutoWeightsLoader._load_module")
 def _look_on(wrapped, instance, args, kwargs):
-    def load(base_prefix, module, weights):
+    def load(base_prefix, module, weights, *args, **kwargs):
         # The loader calls a module's own method unless the module is the one it was made for.
         if module is not instance.module and callable(getattr(module, "load_weights", None)):
             weights = note_names(weights)
         elif not base_prefix:
-            from vllm.model_executor.model_loader.reload.accounting import watch
+            from vllm.model_executor.model_loader.reload import sources
 
-            weights = watch(weights)
-        return wrapped(base_prefix, module, weights)
+            if sources.under_way is not None:
+                weights = sources.watch(weights)
+        return wrapped(base_prefix, module, weights, *args, **kwargs)
 
     return load(*args, **kwargs)

@@ -17,6 +17,7 @@ Ledger
 
 import torch
 from torch.nn import Parameter
+from wrapt import patch_function_wrapper
 
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
 from vllm.model_executor.parameter import BasevLLMParameter
@@ -91,7 +92,6 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         padding = sum(local_sizes[checkpoint_shards:])
         if not padding:
             return
-        self._zeroes_for_upstream = "weight" not in self._parameters
         for name, param in self.named_parameters(recurse=False):
             record = describe(
                 self, name, local_sizes=local_sizes[:checkpoint_shards], padding=padding
@@ -104,14 +104,9 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
                 },
             )
             record.fill_alignment(param)
-
-    def __getattr__(self, name: str):
-        # `KimiK3DeltaAttention` zeroes the last rows of `weight` right after it has built this
-        # layer, whatever its format. One without a parameter of that name has something else to
-        # zero, once; the layer's own records take care of its alignment rows.
-        if name == "weight" and self.__dict__.pop("_zeroes_for_upstream", False):
-            return torch.empty(0)
-        return super().__getattr__(name)
+        if "weight" not in self._parameters:
+            # `KimiK3DeltaAttention` zeroes the last rows of `weight`, whatever the format.
+            self.weight = torch.empty(0)
 
     def weight_loader(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
         """Load one shard, or count it while the parameter waits on the meta device."""
@@ -136,12 +131,9 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         record: ShardRecord | None = getattr(param, "shard_record", None)
         if record is None or not isinstance(shard_id, int):
             return True
-        # Layerwise loading runs each loader twice: on arrival, to count the elements that it
-        # copies, with the parameter's loader still wrapped; and once more with the wrapper taken
-        # off, to fill the materialized parameter from what was buffered.
-        current_loader = getattr(param, "weight_loader", None)
-        counting = getattr(current_loader, "__name__", "") == "online_process_loader"
-        if counting:
+        # Layerwise loading runs each loader twice: on arrival, while the parameter's loader is
+        # wrapped, to count the elements that it copies; and once more to fill the parameter.
+        if hasattr(getattr(param, "weight_loader", None), "__wrapped__"):
             return record.note(shard_id)
         missing = record.take_missing()
         if missing:
@@ -158,6 +150,12 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         record: ShardRecord | None = getattr(param, "shard_record", None)
         if record is not None:
             record.fill_alignment(param)
+
+
+@patch_function_wrapper(__name__, "KimiK3DeltaAttention.__init__")
+def _without_stand_in(wrapped, instance, args, kwargs):
+    wrapped(*args, **kwargs)
+    vars(instance.in_proj_qkvgfab).pop("weight", None)
 
 
 _KimiGDNMergedColumnParallelLinear = _PaddedKimiGDNMergedColumnParallelLinear
