@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -150,8 +150,10 @@ def _lay() -> Tree:
     with _lock:
         if _tree is None:
             tree = compare_installed()
-            if tree.lost:
-                sys.meta_path.insert(0, _LostModules(tree.lost))
+            for name in tree.lost:
+                # Python's own mark of a module that cannot be imported. Its file may lie in a folder
+                # that is appended to a package's path for the new modules there.
+                sys.modules.setdefault(name, None)  # type: ignore[arg-type]
             _when_imported(_on_subject, SUBJECT)
             for package, folder in tree.extended.items():
                 _when_imported(partial(_extend_path, folder), package)
@@ -169,26 +171,6 @@ def _when_imported(hook: Callable[[ModuleType], None], name: str) -> None:
 def _extend_path(folder: Path, package: ModuleType) -> None:
     if str(folder) not in package.__path__:
         package.__path__.append(str(folder))
-
-
-class _LostModules:
-    """Keeps amendments without a target from being found as modules, in a folder beside new ones.
-
-    Args:
-        lost: Their module names.
-    """
-
-    def __init__(self, lost: Collection[str]) -> None:
-        self._lost = lost
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Find nothing.
-
-        Raises:
-            ModuleNotFoundError: It is one of them.
-        """
-        if name in self._lost:
-            raise ModuleNotFoundError(f"the installed vLLM has no module {name}", name=name)
 
 
 def _arrange(name: str, file: Path) -> None:

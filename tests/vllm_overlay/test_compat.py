@@ -82,7 +82,7 @@ def test_uses_looks_through_wrappers():
         (
             "stand_in:Loader.load",
             {"parameters": ("self", "weight"), "exact": True},
-            r"expected exactly the parameters \(self, weight\), found \(self, weight, \*, scale",
+            r"expected exactly the parameters \(self, weight\), found \(self, weight, scale=None\)",
         ),
         (
             "stand_in:Loader.load",

@@ -12,6 +12,8 @@ Ledger
     Remove when: the amendment of `reload.layerwise` is removed.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.model_executor.model_loader.reload import layerwise
@@ -29,11 +31,11 @@ require(
 require(f"{__name__}:finalize_layerwise_processing", parameters=("model", "model_config"))
 require("vllm.config:ModelConfig.architectures")
 
-finalize_layerwise_processing = layerwise.finalize_layerwise_processing
+finalize_layerwise_processing = require(f"{layerwise.__name__}:finalize_layerwise_processing")
 
 
 @patch_function_wrapper(__name__, "BaseModelLoader.create_model")
-def _begin_account(wrapped, instance, args, kwargs):
+def _begin_account(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.model_executor.model_loader.reload.accounting import create_model
 
     return create_model(wrapped, *args, **kwargs)

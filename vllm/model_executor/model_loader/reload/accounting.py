@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload.summary import (
     table,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
+
 from vllm_overlay import require
 
 get_layerwise_info = require("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info")
@@ -243,15 +244,16 @@ def _missing(layer: nn.Module, record: _Layer) -> Iterable[Missing]:
             yield Missing(name, arrived, expected, row if by_rows else 1)
 
 
-def begin(account: LoadAccount | None = None) -> LoadAccount:
+def begin(account: LoadAccount | None = None, *, kimi_k3: bool = False) -> LoadAccount:
     """Open the account of a load that begins now; an unfinished one is dropped.
 
     Args:
         account: The account to keep; a new one with the environment's settings if None.
+        kimi_k3: Let a new one warn without a budget.
     """
     global _current
-    folder = requested_folder()
-    _current = account or LoadAccount(keep_history=folder is not None)
+    keep = requested_folder() is not None
+    _current = account or LoadAccount(keep_history=keep, warn_by_default=kimi_k3)
     sources.under_way = _current.held
     return _current
 
@@ -259,8 +261,7 @@ def begin(account: LoadAccount | None = None) -> LoadAccount:
 def _begin_if_wanted(*, kimi_k3: bool) -> LoadAccount | None:
     """Open the account of a load of Kimi-K3, or of any model where the environment asks for one."""
     if kimi_k3 or os.environ.get(RECORD_VARIABLE) or os.environ.get(BUDGET_VARIABLE):
-        keep = requested_folder() is not None
-        return begin(LoadAccount(keep_history=keep, warn_by_default=kimi_k3))
+        return begin(kimi_k3=kimi_k3)
     _close()
     return None
 
@@ -378,3 +379,12 @@ def _write(summary: LoadSummary) -> None:
     except (OSError, ValueError) as error:
         # The model is loaded; a record that cannot be written is no reason to lose it.
         logger.warning("The account could not be written: %s", error)
+
+
+# Upstream's functions of `layerwise` -> what surrounds them.
+SURROUNDED: dict[str, Callable[..., Any]] = {
+    "make_online_process_loader": counting_loader,
+    "_layerwise_process": process_layer,
+    "initialize_layerwise_reload": reload,
+    "finalize_layerwise_processing": finalize,
+}

@@ -15,7 +15,9 @@ Ledger
     Remove when: upstream reports held sources by layer name.
 """
 
-from wrapt import patch_function_wrapper
+from typing import Any
+
+from wrapt import wrap_function_wrapper
 
 from vllm_overlay import require
 
@@ -41,32 +43,18 @@ require(f"{_RELOAD}.utils:get_layer_tensors", parameters=("layer",))
 require(f"{_RELOAD}.utils:get_tensor_load_numel", parameters=("tensor",))
 require(f"{_RELOAD}.meta:SKIP_LOAD_TENSORS")
 
-# `accounting` is imported when it is needed: its package is still being imported at this point.
+
+def _with_account(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # Imported when it is needed: its package is still being imported when this module is amended.
+    from vllm.model_executor.model_loader.reload.accounting import SURROUNDED
+
+    return SURROUNDED[wrapped.__name__](wrapped, *args, **kwargs)
 
 
-@patch_function_wrapper(__name__, "make_online_process_loader")
-def _count(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import counting_loader
-
-    return counting_loader(wrapped, *args, **kwargs)
-
-
-@patch_function_wrapper(__name__, "_layerwise_process")
-def _release(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import process_layer
-
-    return process_layer(wrapped, *args, **kwargs)
-
-
-@patch_function_wrapper(__name__, "initialize_layerwise_reload")
-def _begin(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import reload
-
-    return reload(wrapped, *args, **kwargs)
-
-
-@patch_function_wrapper(__name__, "finalize_layerwise_processing")
-def _finish(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import finalize
-
-    return finalize(wrapped, *args, **kwargs)
+for _name in (
+    "make_online_process_loader",
+    "_layerwise_process",
+    "initialize_layerwise_reload",
+    "finalize_layerwise_processing",
+):
+    wrap_function_wrapper(__name__, _name, _with_account)

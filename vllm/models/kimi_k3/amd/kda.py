@@ -15,6 +15,8 @@ Ledger
     Remove when: upstream's module defines `_PaddedKimiGDNMergedColumnParallelLinear` itself.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import Parameter
 from wrapt import patch_function_wrapper
@@ -79,7 +81,7 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         output_sizes: list[int],
         replicated_shard_id: int,
         tp_size: int,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         checkpoint_shards = len(_SHARD_NAMES)
         if len(output_sizes) not in (checkpoint_shards, checkpoint_shards + 1):
@@ -108,14 +110,16 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
             # `KimiK3DeltaAttention` zeroes the last rows of `weight`, whatever the format.
             self.weight = torch.empty(0)
 
-    def weight_loader(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
+    def weight_loader(
+        self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
+    ) -> None:
         """Load one shard, or count it while the parameter waits on the meta device."""
         if self._accept(param, loaded_shard_id):
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             self._fill_alignment(param)
 
     def weight_loader_v2(
-        self, param: BasevLLMParameter, loaded_weight, loaded_shard_id=None
+        self, param: BasevLLMParameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
     ) -> None:
         """As `weight_loader`, for vLLM's parameter classes."""
         if self._accept(param, loaded_shard_id):
@@ -153,7 +157,7 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
 
 
 @patch_function_wrapper(__name__, "KimiK3DeltaAttention.__init__")
-def _without_stand_in(wrapped, instance, args, kwargs):
+def _without_stand_in(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     wrapped(*args, **kwargs)
     vars(instance.in_proj_qkvgfab).pop("weight", None)
 
