@@ -8,7 +8,6 @@ imported here. What the tree is about is none of this package's business.
 """
 
 from vllm_overlay.activation import (
-    SWITCH,
     activate,
     general_plugin,
     is_active,
@@ -16,7 +15,7 @@ from vllm_overlay.activation import (
     outcomes,
     platform_plugin,
 )
-from vllm_overlay.compat import OverlayMismatchError, require, stand_down
+from vllm_overlay.compat import SWITCH, OverlayMismatchError, require, stand_down
 from vllm_overlay.outcome import Outcome, State
 
 __all__ = [

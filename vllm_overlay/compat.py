@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from inspect import Parameter
 from typing import Any, NoReturn
 
 from vllm_overlay.tree import SUPPORTED, upstream_root, upstream_version
@@ -61,28 +62,35 @@ def stand_down(reason: str, *, expected: bool = False) -> NoReturn:
     raise StandDown(reason, logging.DEBUG if expected else logging.INFO)
 
 
-def _check_parameters(module: str, name: str, obj: Callable, parameters: Sequence[str]) -> None:
+def _check_parameters(
+    module: str, name: str, obj: Callable[..., object], expected: Sequence[str], exact: bool
+) -> None:
+    listed = f"({', '.join(expected)})"
     try:
         actual = inspect.signature(obj).parameters
     except (TypeError, ValueError) as error:
         raise OverlayMismatchError(
-            module, name, f"a callable with parameters ({', '.join(parameters)})", repr(obj)
+            module, name, f"a callable with parameters {listed}", repr(obj)
         ) from error
-    open_keywords = any(p.kind is p.VAR_KEYWORD for p in actual.values())
-    missing = [p for p in parameters if p not in actual and not open_keywords]
+    found = f"({', '.join(str(p) for p in actual.values())})"
+    if exact:
+        if tuple(actual) != tuple(expected):
+            raise OverlayMismatchError(module, name, f"exactly the parameters {listed}", found)
+        return
+    kinds = {p.kind for p in actual.values()}
+    missing = [p for p in expected if p not in actual and Parameter.VAR_KEYWORD not in kinds]
     mandatory = [
         p.name
         for p in actual.values()
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in parameters
+        and p.name not in expected
     ]
     if missing or mandatory:
-        found = f"({', '.join(str(p) for p in actual.values())})"
         raise OverlayMismatchError(
             module,
             name,
-            f"the parameters ({', '.join(parameters)}) and no other mandatory one",
+            f"the parameters {listed} and no other mandatory one",
             f"{found}: missing {missing or 'none'}, also mandatory {mandatory or 'none'}",
         )
 
@@ -91,6 +99,7 @@ def require(
     target: str,
     *,
     parameters: Sequence[str] | None = None,
+    exact: bool = False,
     uses: Sequence[str] = (),
 ) -> Any:
     """Return an upstream object, or refuse the amendment when it is not as expected.
@@ -98,6 +107,8 @@ def require(
     Args:
         target: ``"package.module:Qualified.name"``.
         parameters: Names that the callable must accept; any further parameter must be optional.
+        exact: Allow no further parameter, and no other order: for a function that is replaced, or
+            a wrapper that cannot pass on what it does not know.
         uses: Global or attribute names that the function's own code must refer to, for an amendment
             that works by rebinding such a name.
 
@@ -124,7 +135,7 @@ def require(
                 module_name, qualified, "the name to exist", f"no {part!r}"
             ) from error
     if parameters is not None:
-        _check_parameters(module_name, qualified, obj, parameters)
+        _check_parameters(module_name, qualified, obj, parameters, exact)
     if uses:
         code = getattr(inspect.unwrap(obj), "__code__", None)
         found = code.co_names if code else ()

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "vllm"
+# The upstream package that the tree is for. Nothing else is refused when an amendment does not fit.
+SUBJECT = "vllm.models.kimi_k3"
 # Upstream versions whose code this tree has been tested against: first included, last excluded.
 TESTED_VERSIONS = ("0.32.0", "0.34.0")
 SUPPORTED = "0.32.x and 0.33.x"
@@ -27,12 +29,14 @@ class Tree:
         amendments: Upstream module name -> the overlay file that runs at its end.
         extended: Upstream package name -> the overlay folder appended to its ``__path__``.
         new_modules: Module name -> overlay file, for modules that upstream does not have.
+        lost: Module name -> overlay file, for amendments of modules that upstream does not have.
     """
 
     upstream: Path
     amendments: dict[str, Path]
     extended: dict[str, Path]
     new_modules: dict[str, Path]
+    lost: dict[str, Path]
 
 
 def overlay_root() -> Path:
@@ -96,14 +100,16 @@ def _module_file(folder: Path, parts: tuple[str, ...]) -> Path | None:
 
 
 def compare(overlay: Path, upstream: Path) -> Tree:
-    """Sort the overlay's files into amendments and new modules.
+    """Sort the overlay's files into amendments, new modules and amendments without a target.
+
+    A file whose head has a ledger amends, so it is no new module where upstream has none.
 
     Args:
         overlay: Folder that mirrors the ``vllm`` package.
         upstream: The installed ``vllm`` package's folder. Where both have a module, upstream's is
             imported and the overlay's amends it.
     """
-    tree = Tree(upstream, {}, {}, {})
+    tree = Tree(upstream, {}, {}, {}, {})
     for file in sorted(overlay.rglob("*.py")):
         relative = file.relative_to(overlay)
         folders = relative.parts[:-1]
@@ -111,6 +117,9 @@ def compare(overlay: Path, upstream: Path) -> Tree:
         name = ".".join((PACKAGE, *parts))
         if _module_file(upstream, parts):
             tree.amendments[name] = file
+            continue
+        if re.search(r"^Ledger$", file.read_text(), re.MULTILINE):
+            tree.lost[name] = file
             continue
         tree.new_modules[name] = file
         # The nearest upstream package must learn of the overlay's folder beside it.

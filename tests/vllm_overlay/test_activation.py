@@ -128,28 +128,36 @@ def test_stands_down(amended):
     assert "upstream has it" in output
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("from vllm_overlay import require\nrequire(f'{__name__}:gone')", "OverlayMismatchError"),
-        ("raise RuntimeError('broken overlay')", "RuntimeError"),
-        ("import a_module_that_nobody_has", "ModuleNotFoundError"),
-        ("this is no Python", "SyntaxError"),
-    ],
-)
+FAILURES = [
+    ("from vllm_overlay import require\nrequire(f'{__name__}:gone')", "OverlayMismatchError"),
+    ("raise RuntimeError('broken overlay')", "RuntimeError"),
+    ("import a_module_that_nobody_has", "ModuleNotFoundError"),
+    ("this is no Python", "SyntaxError"),
+]
+
+
+@pytest.fixture
+def subject(amended):
+    """The package that the tree is for, with one module."""
+    amended.upstream({"models/__init__.py": "", "models/kimi_k3/__init__.py": ""})
+    amended.upstream({"models/kimi_k3/b.py": "value = 'upstream'\n"})
+    return amended
+
+
+@pytest.mark.parametrize(("body", "error"), FAILURES)
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_a_failing_amendment_fails_every_import_and_leaves_nothing(amended, body, error, order):
+def test_a_failing_amendment_fails_every_import_and_leaves_nothing(subject, body, error, order):
     """Not only the first import: a caller that catches it and tries again gets no stock module."""
-    amended.overlay({"a/b.py": f"value = 'half'\nextra = 1\n{body}\n"})
+    subject.overlay({"models/kimi_k3/b.py": f"value = 'half'\nextra = 1\n{body}\n"})
     if order == "before":
         code = """
         import sys, vllm_overlay
         vllm_overlay.activate()
         for _ in range(3):
             try:
-                import vllm.a.b
+                import vllm.models.kimi_k3.b
             except Exception as error:
-                print(type(error).__name__, "vllm.a.b" in sys.modules)
+                print(type(error).__name__, "vllm.models.kimi_k3.b" in sys.modules)
         try:
             vllm_overlay.general_plugin()
         except Exception as error:
@@ -158,15 +166,164 @@ def test_a_failing_amendment_fails_every_import_and_leaves_nothing(amended, body
         expected = [f"{error} False"] * 3 + [error]
     else:
         code = """
-        import vllm.a.b, vllm_overlay
+        import vllm.models.kimi_k3.b as b, vllm_overlay
         for _ in range(3):
             try:
                 vllm_overlay.activate()
             except Exception as error:
-                print(type(error).__name__, vllm.a.b.value, hasattr(vllm.a.b, "extra"))
+                print(type(error).__name__, b.value, hasattr(b, "extra"))
         """
         expected = [f"{error} upstream False"] * 3
-    assert amended.output(code).splitlines() == expected
+    assert subject.output(code).splitlines() == expected
+
+
+@pytest.mark.parametrize(("body", "error"), FAILURES)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_failing_amendment_elsewhere_refuses_nobody_else(subject, body, error, order):
+    """A shared module stays as it was and loads; only the tree's own subject cannot be used."""
+    subject.overlay({"a/b.py": f"value = 'half'\nextra = 1\n{body}\n"})
+    imports = ["import vllm_overlay; vllm_overlay.activate()", "import vllm.a.b"]
+    lines = imports if order == "before" else imports[::-1]
+    code = "\n".join([*lines, "vllm_overlay.general_plugin()"])
+    code += """
+print(vllm.a.b.value, hasattr(vllm.a.b, "extra"), vllm_overlay.outcomes()[0].state.value)
+for _ in range(2):
+    try:
+        import vllm.models.kimi_k3.b
+    except Exception as error:
+        print(type(error).__name__)
+"""
+    assert subject.output(code).splitlines() == ["upstream False refused", error, error]
+
+
+def test_a_refusal_after_the_subject_was_imported_fails_at_once(subject):
+    subject.overlay({"a/b.py": FAILURES[0][0]})
+    code = """
+    import vllm_overlay, vllm.models.kimi_k3.b
+    vllm_overlay.activate()
+    import vllm.a.b
+    """
+    assert "OverlayMismatchError" in subject.run(code).stderr
+
+
+@pytest.mark.parametrize(("body", "error"), FAILURES[:3])
+def test_a_diagnostic_stands_down_with_one_warning(subject, body, error):
+    subject.overlay({"a/b.py": f"OVERLAY_DIAGNOSTIC = True\nvalue = 'half'\n{body}\n"})
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s")
+    import vllm_overlay
+    vllm_overlay.activate()
+    import vllm.a.b, vllm.models.kimi_k3.b
+    vllm_overlay.general_plugin()
+    print(vllm.a.b.value, vllm_overlay.outcomes()[0].state.value)
+    """
+    assert subject.output(code).splitlines() == ["WARNING", "upstream stood down"]
+
+
+def test_a_failed_amendment_is_undone_whole(amended):
+    """Also what it did to classes and containers, in its own module or imported into it."""
+    amended.upstream(
+        {
+            "a/base.py": "class Base:\n    def f(self):\n        return 'upstream'\n",
+            "a/b.py": """
+            import enum
+            from vllm.a.base import Base
+            table, names, kinds = {"x": 1}, ["x"], {"x"}
+            class Kind(enum.Enum):
+                A = 1
+            class Own(Base):
+                @staticmethod
+                def g():
+                    return 'upstream'
+            """,
+        }
+    )
+    amended.overlay(
+        {
+            "a/b.py": """
+            from wrapt import patch_function_wrapper
+            from vllm_overlay import require
+            @patch_function_wrapper(__name__, "Base.f")
+            def f(wrapped, instance, args, kwargs):
+                return 'ours'
+            @patch_function_wrapper(__name__, "Own.g")
+            def g(wrapped, instance, args, kwargs):
+                return 'ours'
+            Own.extra = Kind.extra = 1
+            table["y"] = 2
+            table["x"] = 3
+            names.append("y")
+            kinds.add("y")
+            require(f"{__name__}:gone")
+            """
+        }
+    )
+    code = """
+    import vllm_overlay
+    vllm_overlay.activate()
+    from vllm.a.b import Base, Kind, Own, kinds, names, table
+    print(Own().f(), Base().f(), Own.g(), hasattr(Own, "extra"), hasattr(Kind, "extra"))
+    print(table, names, kinds, type(vars(Own)["g"]).__name__)
+    """
+    assert amended.output(code).splitlines() == [
+        "upstream upstream upstream False False",
+        "{'x': 1} ['x'] {'x'} staticmethod",
+    ]
+
+
+def test_a_lost_target_is_reported_and_no_new_module(amended):
+    amended.overlay({"a/gone.py": '"""Amends.\n\nLedger\n    What: x\n"""\nvalue = 1\n'})
+    code = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    import vllm_overlay
+    vllm_overlay.general_plugin()
+    import vllm.a.new
+    try:
+        import vllm.a.gone
+    except ModuleNotFoundError as error:
+        print(error)
+    """
+    lines = amended.output(code).splitlines()
+    assert "lost its target: a.gone" in lines[0]
+    assert lines[1].startswith("import of vllm.a.gone halted")
+
+
+def test_a_missed_hook_is_made_good_by_the_next_call(amended):
+    """While somebody looks for a module, wrapt overlooks an import of it in another thread."""
+    code = """
+    import importlib.util, sys, vllm_overlay, wrapt
+    vllm_overlay.activate()
+    finder = next(f for f in sys.meta_path if type(f).__name__ == "ImportHookFinder")
+    finder.in_progress["vllm.a.b"] = True
+    import vllm.a.b
+    del finder.in_progress["vllm.a.b"]
+    print(vllm.a.b.value)
+    vllm_overlay.general_plugin()
+    print(vllm.a.b.value)
+    """
+    assert amended.output(code).splitlines() == ["upstream", "upstream and overlay"]
+
+
+def test_an_import_begun_in_another_thread_is_not_amended_half_way(amended):
+    amended.upstream({"a/b.py": "import time\ntime.sleep(1)\nvalue = 'upstream'\n"})
+    code = """
+    import sys, threading, time, vllm_overlay
+    from vllm_overlay import activation
+    vllm_overlay.activate(amendments=False)
+    file = activation._lay().amendments["vllm.a.b"]
+    thread = threading.Thread(target=__import__, args=("vllm.a.b",))
+    thread.start()
+    while "vllm.a.b" not in sys.modules:
+        time.sleep(0.01)
+    activation._outcomes["vllm.a.b"] = activation.Outcome("vllm.a.b", activation.State.WAITING)
+    activation._hook("vllm.a.b", file)
+    thread.join()
+    vllm_overlay.activate()
+    print(sys.modules["vllm.a.b"].value)
+    """
+    assert amended.output(code) == "upstream and overlay"
 
 
 def test_traceback_points_at_the_amendment(amended):

@@ -47,6 +47,10 @@ def test_accepts_a_signature_with_more_optional_parameters(parameters):
     require("stand_in:Loader.load", parameters=parameters)
 
 
+def test_accepts_an_exact_signature():
+    require("stand_in:Loader.load", parameters=("self", "weight", "scale"), exact=True)
+
+
 def test_open_keywords_accept_any_name():
     require("stand_in:anything", parameters=("weight",))
 
@@ -75,6 +79,16 @@ def test_uses_looks_through_wrappers():
         ),
         ("stand_in:Loader.limit", {"parameters": ("self",)}, "expected a callable"),
         ("stand_in:helper", {"uses": ("other",)}, "refer to other, found no such use"),
+        (
+            "stand_in:Loader.load",
+            {"parameters": ("self", "weight"), "exact": True},
+            r"expected exactly the parameters \(self, weight\), found \(self, weight, scale=None\)",
+        ),
+        (
+            "stand_in:Loader.load",
+            {"parameters": ("weight", "self", "scale"), "exact": True},
+            "expected exactly the parameters",
+        ),
     ],
 )
 def test_refusals(target, options, expected):

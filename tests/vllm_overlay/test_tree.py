@@ -50,6 +50,15 @@ def test_compare(tmp_path):
     }
 
 
+def test_an_amendment_without_a_target_is_no_new_module(tmp_path):
+    upstream = lay_out(tmp_path / "up", "__init__.py")
+    overlay = lay_out(tmp_path / "over", "new.py", "gone.py")
+    (overlay / "gone.py").write_text('"""Amends.\n\nLedger\n    What: x\n"""\n')
+    tree = compare(overlay, upstream)
+    assert tree.lost == {"vllm.gone": overlay / "gone.py"}
+    assert tree.new_modules == {"vllm.new": overlay / "new.py"}
+
+
 def test_the_tree_stays_a_namespace():
     """An `__init__.py` of ours above a new package would hide the installed vLLM's."""
     root = overlay_root()

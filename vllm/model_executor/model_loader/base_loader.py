@@ -13,30 +13,30 @@ Ledger
     Remove when: the amendment of `reload.layerwise` is removed.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
-from vllm_overlay import require
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm_overlay import require, stand_down
+
+OVERLAY_DIAGNOSTIC = True
+
+if not getattr(layerwise, "OVERLAY_DIAGNOSTIC", False):
+    stand_down("layerwise loading keeps no account", expected=True)
 
 require(
     f"{__name__}:BaseModelLoader.create_model",
     parameters=("self", "vllm_config", "model_config", "prefix"),
 )
-require(
-    f"{__name__}:BaseModelLoader.load_model",
-    parameters=("self", "vllm_config", "model_config", "prefix"),
-)
 require(f"{__name__}:finalize_layerwise_processing", parameters=("model", "model_config"))
+require("vllm.config:ModelConfig.architectures")
 
-finalize_layerwise_processing = require(
-    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
-)
+finalize_layerwise_processing = require(f"{layerwise.__name__}:finalize_layerwise_processing")
 
 
 @patch_function_wrapper(__name__, "BaseModelLoader.create_model")
-def _begin_account(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import begin
+def _begin_account(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from vllm.model_executor.model_loader.reload.accounting import create_model
 
-    account = begin()
-    model = wrapped(*args, **kwargs)
-    account.name_layers(model)
-    return model
+    return create_model(wrapped, *args, **kwargs)

@@ -11,6 +11,8 @@ Ledger
     Remove when: upstream's function takes its device from the platform.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm_overlay import require
@@ -22,7 +24,7 @@ require(
 
 
 @patch_function_wrapper(__name__, "fastsafetensors_weights_iterator")
-def _on_host(wrapped, instance, args, kwargs):
+def _on_host(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -134,6 +134,7 @@ class Experts(nn.Module):
         )
 
 
+@pytest.mark.usefixtures("asked_for")
 def test_filtered_experts_are_neither_read_nor_held(tmp_path):
     model = Experts()
     record_metadata_for_reloading(model)

@@ -13,8 +13,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.model_executor.model_loader.reload.account import LoadAccount
-from vllm.model_executor.model_loader.reload.guard import Budget, LoadBudgetError
+from vllm.model_executor.model_loader.reload.accounting import LoadAccount
+from vllm.model_executor.model_loader.reload.budget import Budget, LoadBudgetError
 
 ORDER = [5, 3, 0, 4, 1, 2]
 PROJECTION = "model.layers.0.self_attn.in_proj_qkvgfab"

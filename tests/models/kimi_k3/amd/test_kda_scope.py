@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""What the KDA amendment changes in vLLM: one name. And the conditions under which it does not."""
+"""What the KDA amendment changes in vLLM, one name and one constructor, and when it does not."""
 
 import json
 import os
@@ -83,7 +83,10 @@ def test_no_other_class_of_vllm_is_altered():
     assert result["missing"] == []
     assert result["seen"] > 10_000
     name = "vllm.models.kimi_k3.amd.kda"
-    assert result["changed"] == [[name, "_KimiGDNMergedColumnParallelLinear"]]
+    assert sorted(result["changed"]) == [
+        [name, "KimiK3DeltaAttention", "__init__"],
+        [name, "_KimiGDNMergedColumnParallelLinear"],
+    ]
     # Whatever is new lies in the amended module: names that it did not have, and one class.
     assert {key[0] for key in result["added"]} == {name}
     classes = {key[1] for key in result["added"] if len(key) == 3}

@@ -4,7 +4,8 @@
 
 Ledger
     What: `make_online_process_loader`, `_layerwise_process`, `initialize_layerwise_reload` and
-        `finalize_layerwise_processing` report to the account of the load under way.
+        `finalize_layerwise_processing` report to the account of the load under way, for Kimi-K3 or
+        where the environment asks for one; otherwise they are upstream's.
     Why: a layer that never completes holds its source tensors until the end of the load. Upstream
         counts elements per layer and names no layer, so a load that runs out of memory after hours
         does not say who held it, and a delayed layer is a debug line with a class name.
@@ -16,10 +17,15 @@ Ledger
     Remove when: upstream reports held sources by layer name.
 """
 
-from wrapt import patch_function_wrapper
+from typing import Any
+
+from wrapt import wrap_function_wrapper
 
 from vllm_overlay import require
 
+OVERLAY_DIAGNOSTIC = True
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
 require(
     f"{__name__}:_wrap_parameters_weight_loader",
     parameters=("layer",),
@@ -34,37 +40,23 @@ require(
     uses=("_layerwise_process",),
 )
 require(f"{__name__}:get_layerwise_info", parameters=("layer",))
-require("vllm.model_executor.model_loader.reload.types:LayerReloadingInfo.can_load")
-require("vllm.model_executor.model_loader.reload.utils:get_layer_tensors", parameters=("layer",))
-require("vllm.model_executor.model_loader.reload.meta:SKIP_LOAD_TENSORS")
-
-# `accounting` is imported when it is needed: its package is still being imported at this point.
-
-
-@patch_function_wrapper(__name__, "make_online_process_loader")
-def _count(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import counting_loader
-
-    return counting_loader(wrapped, *args, **kwargs)
+require(f"{_RELOAD}.types:LayerReloadingInfo.can_load")
+require(f"{_RELOAD}.utils:get_layer_tensors", parameters=("layer",))
+require(f"{_RELOAD}.utils:get_tensor_load_numel", parameters=("tensor",))
+require(f"{_RELOAD}.meta:SKIP_LOAD_TENSORS")
 
 
-@patch_function_wrapper(__name__, "_layerwise_process")
-def _release(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import process_layer
+def _with_account(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # Imported when it is needed: its package is still being imported when this module is amended.
+    from vllm.model_executor.model_loader.reload.accounting import SURROUNDED
 
-    process_layer(wrapped, *args, **kwargs)
-
-
-@patch_function_wrapper(__name__, "initialize_layerwise_reload")
-def _begin(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import begin
-
-    begin().name_layers(*args, **kwargs)
-    return wrapped(*args, **kwargs)
+    return SURROUNDED[wrapped.__name__](wrapped, *args, **kwargs)
 
 
-@patch_function_wrapper(__name__, "finalize_layerwise_processing")
-def _finish(wrapped, instance, args, kwargs):
-    from vllm.model_executor.model_loader.reload.accounting import finalize
-
-    finalize(wrapped, *args, **kwargs)
+for _name in (
+    "make_online_process_loader",
+    "_layerwise_process",
+    "initialize_layerwise_reload",
+    "finalize_layerwise_processing",
+):
+    wrap_function_wrapper(__name__, _name, _with_account)

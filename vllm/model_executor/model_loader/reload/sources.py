@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
 """The source tensors that a load holds back: how many bytes, where, and whether they stay as they
-were. Never keeps a tensor alive by itself, and never loads or copies one.
+were. Never keeps a tensor alive by itself, and never moves one between devices.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -22,11 +24,10 @@ class SourceReusedError(RuntimeError):
 class _Storage:
     nbytes: int
     on_host: bool
-    holders: int
-    start: int
+    holders: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Source:
     """One held tensor.
 
@@ -34,15 +35,25 @@ class Source:
         owner: Layer and parameter that it was given to, for messages.
         tensor: Weak reference to it; whoever buffered it keeps it alive.
         storage: Identity of its storage among the held ones.
+        start: Address of its first byte; 0 where it has none (meta, empty).
         version: torch's count of in-place writes when it arrived.
-        sample: A few of its bytes when it arrived; None on the meta device.
+        sample: A few of its bytes when it arrived, on its own device; None on the meta device.
     """
 
     owner: str
-    tensor: ref
+    tensor: ref[torch.Tensor]
     storage: int
+    start: int
     version: int
     sample: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Region:
+    """Memory up to `end` that held sources cover without a gap."""
+
+    end: int
+    sources: set[Source] = field(default_factory=set)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -50,6 +61,16 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     part = tuple(slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape)
     return tensor.detach()[part].reshape(-1).clone().view(torch.uint8)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and past its last; both 0 if it has none."""
+    if tensor.is_meta or not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return start, start + (last + 1) * tensor.element_size()
 
 
 class HeldSources:
@@ -66,10 +87,10 @@ class HeldSources:
         self.device = 0
         self.host = 0
         self._storages: dict[int, _Storage] = {}
-        self._sources: dict[int, Source] = {}
-        # Start address of a held storage -> its identity. Memory that is still held cannot be
-        # allocated again, so a newcomer at one of these addresses is the same memory, reused.
-        self._addresses: dict[int, int] = {}
+        # Memory that is still held cannot be allocated again, so a newcomer that overlaps a region
+        # is the same memory, reused. Regions are sorted by address and do not overlap.
+        self._starts: list[int] = []
+        self._regions: dict[int, _Region] = {}
 
     def __bool__(self) -> bool:
         return bool(self._storages)
@@ -86,45 +107,43 @@ class HeldSources:
         """
         self.check_newcomer(owner, tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._storages.get(key)
+        known = self._storages.get(storage._cdata)
         if known is None:
-            known = _Storage(storage.nbytes(), tensor.is_cpu, 0, storage.data_ptr())
-            self._storages[key] = known
-            if known.start:
-                self._addresses[known.start] = key
+            known = self._storages[storage._cdata] = _Storage(storage.nbytes(), tensor.is_cpu)
             self._add(known, known.nbytes)
         known.holders += 1
+        start, end = _extent(tensor)
         version = 0 if tensor.is_inference() else tensor._version
-        source = Source(owner, ref(tensor), key, version, _sample(tensor))
-        self._sources[id(source)] = source
+        source = Source(owner, ref(tensor), storage._cdata, start, version, _sample(tensor))
+        if start:
+            self._region(start, end).sources.add(source)
         return source
 
     def release(self, source: Source) -> None:
         """Stop counting a source, because its layer has let go of it."""
-        del self._sources[id(source)]
         storage = self._storages[source.storage]
         storage.holders -= 1
         if not storage.holders:
             del self._storages[source.storage]
-            self._addresses.pop(storage.start, None)
             self._add(storage, -storage.nbytes)
+        if source.start:
+            position = bisect_right(self._starts, source.start) - 1
+            region = self._regions[self._starts[position]]
+            region.sources.discard(source)
+            if not region.sources:
+                del self._regions[self._starts.pop(position)]
 
     def check_newcomer(self, name: str, tensor: torch.Tensor) -> None:
         """Make sure that a tensor from the checkpoint has not overwritten one that is held.
 
-        The same storage may come again with the same contents: tied weights do. Only a source whose
+        The same memory may come again with the same contents: tied weights do. Only a source whose
         contents changed is refused.
 
         Raises:
             SourceReusedError: A held source has lost its contents.
         """
-        start = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-        key = self._addresses.get(start) if start else None
-        if key is None:
-            return
-        for source in self._sources.values():
-            if source.storage == key:
+        for start in self._starts[self._overlapping(*_extent(tensor))]:
+            for source in self._regions[start].sources:
                 self.check_unchanged(source, f" by {name}")
 
     def check_unchanged(self, source: Source, by: str = "", *, wait: bool = True) -> None:
@@ -159,13 +178,43 @@ class HeldSources:
         else:
             self.device += nbytes
 
+    def _overlapping(self, start: int, end: int) -> slice:
+        """Return where in `_starts` the regions stand that share a byte with ``[start, end)``."""
+        first = bisect_right(self._starts, start)
+        if first and self._regions[self._starts[first - 1]].end > start:
+            first -= 1
+        return slice(first, max(first, bisect_left(self._starts, end)))
 
-def sources_in(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the sources among a weight loader's arguments.
+    def _region(self, start: int, end: int) -> _Region:
+        """Return the one region that covers ``[start, end)``, joining those that it overlaps."""
+        found = self._overlapping(start, end)
+        starts = self._starts[found]
+        if len(starts) == 1 and starts[0] <= start and end <= self._regions[starts[0]].end:
+            return self._regions[starts[0]]
+        regions = [self._regions.pop(other) for other in starts]
+        start = min((start, *starts))
+        joined = _Region(max((end, *(region.end for region in regions))))
+        joined.sources.update(*(region.sources for region in regions))
+        self._starts[found] = [start]
+        self._regions[start] = joined
+        return joined
+
+
+# The sources of the load under way; None when there is no account of it.
+under_way: HeldSources | None = None
+
+
+def watch(weights: Iterable[Any]) -> Iterator[Any]:
+    """Hand on checkpoint tensors, refusing one that has overwritten a held one.
 
     Args:
-        args: Positional arguments; where there are any, the first is the parameter.
-        kwargs: Keyword arguments.
+        weights: ``(name, tensor, ...)`` items.
+
+    Raises:
+        SourceReusedError: The weights come from an iterator that reuses its buffers.
     """
-    named = (value for name, value in kwargs.items() if name != "param")
-    return [value for value in (*args[1:], *named) if isinstance(value, torch.Tensor)]
+    for item in weights:
+        if under_way:
+            under_way.check_newcomer(item[0], item[1])
+        yield item
+        del item

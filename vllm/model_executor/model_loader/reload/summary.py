@@ -4,12 +4,15 @@
 
 import json
 import os
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 GIB = 2**30
 # Environment variable: folder for one JSON record per load and rank.
 RECORD_VARIABLE = "VLLM_KIMI_K3_LOAD_ACCOUNT"
+# Layers that a message lists at most.
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Delay:
-    """A layer that is not complete although sources have arrived.
+    """A layer that holds sources because it is not complete.
 
     Attributes:
         layer: Its name.
@@ -63,6 +66,30 @@ class Delay:
                 f"{lacking} {unit}{'' if lacking == 1 else 's'} in no shard"
             )
         return f"{self.layer}: {', '.join(parts)} ({self.nbytes / GIB:.4f} GiB held)"
+
+
+def table(holders: list[Delay]) -> str:
+    """Return the layers that hold the most, a line each, and what they wait for."""
+    holders = sorted(holders, key=lambda holder: -holder.nbytes)
+    shown, rest = holders[:_SHOWN], holders[_SHOWN:]
+    width = max((len(holder.layer) for holder in shown), default=0)
+    lines = []
+    for holder in shown:
+        waits_for = ", ".join(str(m) for m in holder.missing) or "its last shard"
+        lines.append(f"  {holder.nbytes / GIB:8.3f} GiB  {holder.layer:<{width}}  {waits_for}")
+    if rest:
+        nbytes = sum(holder.nbytes for holder in rest)
+        lines.append(f"  {nbytes / GIB:8.3f} GiB  in {len(rest)} more layers")
+    return "\n".join(lines)
+
+
+def delayed(delays: list[Delay]) -> str:
+    """Return the warning about layers that the whole checkpoint did not complete."""
+    lines = [f"{len(delays)} layers were not completed by the whole checkpoint:"]
+    lines += [f"  {delay}" for delay in delays[:_SHOWN]]
+    if len(delays) > _SHOWN:
+        lines.append(f"  and {len(delays) - _SHOWN} more")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -141,18 +168,21 @@ class LoadSummary:
 
     def write(self, folder: Path) -> Path:
         """Write the record to a file of its own in `folder` and return its path."""
-        taken = len(list(folder.glob(f"load-rank{self.rank}-*.json")))
-        file = folder / f"load-rank{self.rank}-{taken}.json"
+        file = folder / f"load-rank{self.rank}-{uuid.uuid4().hex}.json"
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return file
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the folder for records before a load begins, not after it.
+def requested_folder() -> Path | None:
+    """Return the folder for JSON records that the environment names, made and writable, if any.
 
     Raises:
         ValueError: It cannot be made or written into.
     """
+    name = os.environ.get(RECORD_VARIABLE)
+    if not name:
+        return None
+    folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,9 +191,4 @@ def prepare_folder(folder: Path) -> None:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{RECORD_VARIABLE}: expected a writable folder, found {folder}")
-
-
-def requested_folder() -> Path | None:
-    """Return the folder for JSON records that the environment names, if it names one."""
-    folder = os.environ.get(RECORD_VARIABLE)
-    return Path(folder) if folder else None
+    return folder

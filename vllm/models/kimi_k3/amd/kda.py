@@ -17,8 +17,11 @@ Ledger
     Remove when: upstream's module defines `_PaddedKimiGDNMergedColumnParallelLinear` itself.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import Parameter
+from wrapt import patch_function_wrapper
 
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
 from vllm.model_executor.parameter import BasevLLMParameter
@@ -80,7 +83,7 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         output_sizes: list[int],
         replicated_shard_id: int,
         tp_size: int,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         checkpoint_shards = len(_SHARD_NAMES)
         if len(output_sizes) not in (checkpoint_shards, checkpoint_shards + 1):
@@ -93,7 +96,6 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         padding = sum(local_sizes[checkpoint_shards:])
         if not padding:
             return
-        self._zeroes_for_upstream = "weight" not in self._parameters
         for name, param in self.named_parameters(recurse=False):
             record = describe(
                 self, name, local_sizes=local_sizes[:checkpoint_shards], padding=padding
@@ -106,23 +108,20 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
                 },
             )
             record.fill_alignment(param)
+        if "weight" not in self._parameters:
+            # `KimiK3DeltaAttention` zeroes the last rows of `weight`, whatever the format.
+            self.weight = torch.empty(0)
 
-    def __getattr__(self, name: str):
-        # `KimiK3DeltaAttention` zeroes the last rows of `weight` right after it has built this
-        # layer, whatever its format. One without a parameter of that name has something else to
-        # zero, once; the layer's own records take care of its alignment rows.
-        if name == "weight" and self.__dict__.pop("_zeroes_for_upstream", False):
-            return torch.empty(0)
-        return super().__getattr__(name)
-
-    def weight_loader(self, param: Parameter, loaded_weight, loaded_shard_id=None) -> None:
+    def weight_loader(
+        self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
+    ) -> None:
         """Load one shard, or count it while the parameter waits on the meta device."""
         if self._accept(param, loaded_shard_id):
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             self._fill_alignment(param)
 
     def weight_loader_v2(
-        self, param: BasevLLMParameter, loaded_weight, loaded_shard_id=None
+        self, param: BasevLLMParameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None
     ) -> None:
         """As `weight_loader`, for vLLM's parameter classes."""
         if self._accept(param, loaded_shard_id):
@@ -138,12 +137,9 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         record: ShardRecord | None = getattr(param, "shard_record", None)
         if record is None or not isinstance(shard_id, int):
             return True
-        # Layerwise loading runs each loader twice: on arrival, to count the elements that it
-        # copies, with the parameter's loader still wrapped; and once more with the wrapper taken
-        # off, to fill the materialized parameter from what was buffered.
-        current_loader = getattr(param, "weight_loader", None)
-        counting = getattr(current_loader, "__name__", "") == "online_process_loader"
-        if counting:
+        # Layerwise loading runs each loader twice: on arrival, while the parameter's loader is
+        # wrapped, to count the elements that it copies; and once more to fill the parameter.
+        if hasattr(getattr(param, "weight_loader", None), "__wrapped__"):
             return record.note(shard_id)
         missing = record.take_missing()
         if missing:
@@ -160,6 +156,12 @@ class _PaddedKimiGDNMergedColumnParallelLinear(
         record: ShardRecord | None = getattr(param, "shard_record", None)
         if record is not None:
             record.fill_alignment(param)
+
+
+@patch_function_wrapper(__name__, "KimiK3DeltaAttention.__init__")
+def _without_stand_in(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    wrapped(*args, **kwargs)
+    vars(instance.in_proj_qkvgfab).pop("weight", None)
 
 
 _KimiGDNMergedColumnParallelLinear = _PaddedKimiGDNMergedColumnParallelLinear

@@ -15,6 +15,8 @@ Ledger
     Remove when: upstream's portable model serves a text request on the CPU platform.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.platforms import current_platform
@@ -52,17 +54,13 @@ require(
 
 from vllm.models.kimi_k3.cpu.attn_res import attn_res  # noqa: E402, F401
 
+# Layers whose weight the model reads, so that it must stay where it is.
 _READ_DIRECTLY = ("_res_proj", "routed_expert_up_proj")
 
 
-def _mark_read_directly(model) -> None:
-    """Let the layers of ``model`` whose weight is read keep it where it is."""
-    for name, layer in model.named_modules():
+@patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
+def _init_and_mark(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    wrapped(*args, **kwargs)
+    for name, layer in instance.named_modules():
         if name.endswith(_READ_DIRECTLY):
             layer._cpu_skip_gemm_dispatch = True
-
-
-@patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
-def _init_and_mark(wrapped, instance, args, kwargs):
-    wrapped(*args, **kwargs)
-    _mark_read_directly(instance)

@@ -5,9 +5,16 @@
 import pytest
 import torch
 
-from vllm.model_executor.model_loader.reload import accounting, guard
-from vllm.model_executor.model_loader.reload.account import LoadAccount
-from vllm.model_executor.model_loader.reload.guard import GIB, Budget, LoadBudgetError, budget_for
+from vllm.model_executor.model_loader.reload import accounting, budget
+from vllm.model_executor.model_loader.reload.accounting import LoadAccount
+from vllm.model_executor.model_loader.reload.budget import (
+    BUDGET_VARIABLE,
+    DEFAULT_SHARE,
+    Budget,
+    LoadBudgetError,
+    budget_for,
+)
+from vllm.model_executor.model_loader.reload.summary import GIB, Delay, table
 
 ROWS, COLUMNS = 6, 4
 WEIGHT = ROWS * COLUMNS * 4
@@ -53,35 +60,52 @@ def test_warns_once_at_half(load, log):
 
 
 def test_a_long_table_ends_with_a_sum():
-    holders = tuple(guard.Holder(f"layer{i}", GIB, "x") for i in range(64))
-    lines = guard.Holdings(64 * GIB, 0, holders).table().splitlines()
+    lines = table([Delay(f"layer{i}", GIB, ()) for i in range(64)]).splitlines()
     assert len(lines) == 11
     assert lines[-1].split() == ["54.000", "GiB", "in", "54", "more", "layers"]
 
 
-def test_the_default_is_a_share_of_free_memory(monkeypatch):
-    monkeypatch.setattr(guard, "free_memory", lambda device: 100 * GIB)
-    monkeypatch.delenv(guard.BUDGET_VARIABLE, raising=False)
-    budget = budget_for(CPU)
-    assert budget.nbytes == guard.DEFAULT_SHARE * 100 * GIB
-    assert budget.on_host
-    assert "100.0 GiB" in budget.origin
+def test_the_default_is_a_share_of_free_memory_and_warns(monkeypatch):
+    monkeypatch.setattr(budget, "free_memory", lambda device: 100 * GIB)
+    monkeypatch.delenv(BUDGET_VARIABLE, raising=False)
+    limit = budget_for(CPU)
+    assert limit.nbytes == DEFAULT_SHARE * 100 * GIB
+    assert limit.on_host
+    assert not limit.stops
+    assert "100.0 GiB" in limit.origin
+    assert budget_for(CPU, default=False) is None
+
+
+def test_the_allocators_cache_is_free(monkeypatch):
+    figures = {"memory_reserved": 100, "memory_allocated": 4, "get_memory_info": (4, 192)}
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, figure=figure: figure)
+    assert budget.free_memory(torch.device("cuda")) == 100
+
+
+def test_a_default_never_stops(load, log):
+    account = LoadAccount(Budget(WEIGHT, True, "a share", stops=False))
+    accounting.begin(account).name_layers(load.model)
+    for layer in (0, 1, 2):
+        load.give(f"layers.{layer}.weight", weight())
+    (warning,) = log
+    assert "2 layers that are not complete; expected at most 0.00 GiB (a share)" in warning
 
 
 def test_no_limit_where_memory_has_no_meaning(monkeypatch):
-    monkeypatch.delenv(guard.BUDGET_VARIABLE, raising=False)
+    monkeypatch.delenv(BUDGET_VARIABLE, raising=False)
     assert budget_for(META) is None
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("0.5", GIB // 2), ("12", 12 * GIB), ("0", None)])
 def test_the_environment_decides(monkeypatch, text, nbytes):
-    monkeypatch.setenv(guard.BUDGET_VARIABLE, text)
-    budget = budget_for(CPU)
-    assert (budget and budget.nbytes) == nbytes
+    monkeypatch.setenv(BUDGET_VARIABLE, text)
+    limit = budget_for(CPU)
+    assert (limit and limit.nbytes) == nbytes
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
 def test_a_budget_that_is_none_is_refused(load, monkeypatch, text):
-    monkeypatch.setenv(guard.BUDGET_VARIABLE, text)
+    monkeypatch.setenv(BUDGET_VARIABLE, text)
     with pytest.raises(ValueError, match=f"expected a number of GiB.*found '{text}'"):
         load.give("layers.0.weight", weight())

@@ -4,11 +4,23 @@
 
 import json
 import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 
-from vllm.model_executor.model_loader.reload import accounting
-from vllm.model_executor.model_loader.reload.summary import GIB, Missing
+from vllm.model_executor.model_loader.reload import (
+    accounting,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+    record_metadata_for_reloading,
+    sources,
+)
+from vllm.model_executor.model_loader.reload.budget import BUDGET_VARIABLE
+from vllm.model_executor.model_loader.reload.summary import GIB, RECORD_VARIABLE, Missing
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 LAYERS, ROWS, COLUMNS = 3, 6, 4
 WEIGHT, BIAS = ROWS * COLUMNS * 4, ROWS * 4
@@ -94,7 +106,7 @@ def test_one_line_and_one_record(load, log, tmp_path, monkeypatch):
     load.finish()
     (line,) = [line for line in log if "Load account" in line]
     assert "rank 0: 3 layers wrapped, 3 completed early, 0 delayed; peak held" in line
-    record = json.loads(next(tmp_path.glob("load-rank0-0.json")).read_text())
+    record = json.loads(next(tmp_path.glob("load-rank0-*.json")).read_text())
     assert record["wrapped"] == record["completed_early"] == LAYERS
     assert [point["event"] for point in record["history"]] == [
         "source",
@@ -128,3 +140,67 @@ def test_a_second_load_starts_over(load):
     load.finish()
     assert not accounting.current().held
     assert accounting.current().summary().sources == 0
+
+
+def test_two_writers_do_not_collide(load, tmp_path):
+    load.finish()
+    summary = accounting.last()
+    assert len({summary.write(tmp_path) for _ in range(20)}) == 20
+
+
+def test_another_model_is_left_alone(monkeypatch, log):
+    """Nothing is wrapped and nothing recorded, unless asked for."""
+    for variable in (BUDGET_VARIABLE, RECORD_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    model, before = nn.Sequential(nn.Linear(COLUMNS, ROWS)), accounting.last()
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    param = model[0].weight
+    assert param.weight_loader.__globals__ is vars(layerwise)
+    assert not hasattr(param.weight_loader.__wrapped__, "__wrapped__")
+    weights = iter([("0.weight", torch.ones(ROWS, COLUMNS)), ("0.bias", torch.ones(ROWS))])
+    AutoWeightsLoader(model).load_weights(weights)
+    assert sources.under_way is None
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    assert torch.equal(model[0].weight, torch.ones(ROWS, COLUMNS))
+    assert accounting.last() is before
+    assert not [line for line in log if "account" in line]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variable", "kept"),
+    [
+        ("LlamaForCausalLM", None, False),
+        ("LlamaForCausalLM", BUDGET_VARIABLE, True),
+        ("KimiK3ForConditionalGeneration", None, True),
+        ("KimiLinearForCausalLM", None, True),
+    ],
+)
+def test_whose_load_is_accounted_for(monkeypatch, architecture, variable, kept):
+    for name in (BUDGET_VARIABLE, RECORD_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    config = SimpleNamespace(architectures=[architecture])
+    found = []
+    accounting.create_model(
+        lambda *args, **kwargs: found.append(sources.under_way) or nn.Linear(1, 1), None, config
+    )
+    assert (found[0] is not None) is kept
+
+
+def test_wrappers_pass_on_what_they_do_not_know(load):
+    """0.34.0's EPLB calls `initialize_layerwise_reload(model, defer_processing=True)`."""
+    seen = []
+
+    def record(*args, **kwargs):
+        seen.append((args[1:], kwargs))
+        return args[0].weight_loader if len(seen) == 1 else "result"
+
+    layer = load.model.layers[0]
+    layer.weight_loader = lambda *args, **kwargs: None
+    accounting.begin()
+    accounting.counting_loader(record, layer, "weight", 1, more=2)
+    for function in (accounting.process_layer, accounting.reload, accounting.finalize):
+        assert function(record, layer, 1, more=2) == "result"
+    assert seen == [(("weight", 1), {"more": 2}), *[((1,), {"more": 2})] * 3]
