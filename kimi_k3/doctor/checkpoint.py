@@ -14,12 +14,12 @@ from shlex import quote
 from typing import Any
 
 from k3_checkpoint.check import CheckpointError, check_checkpoint
+from k3_checkpoint.formats import Format, declared_format
 from k3_checkpoint.headers import Entry, HeaderError, read_header
 from k3_checkpoint.spec import ExpertFormat, ModelSpec
 from k3_checkpoint.tensors import Role, checkpoint_tensors
 from kimi_k3.cli.units import size
 from kimi_k3.convert.source import WORK_NAME
-from kimi_k3.doctor.experts import Format, declared
 from kimi_k3.doctor.findings import Finding, Level
 from kimi_k3.rehearsal.config import read_config
 from kimi_k3.rehearsal.index import shards
@@ -102,7 +102,7 @@ def look(model: Model) -> tuple[dict[str, Any] | None, Format | None, list[Findi
         what = f"found no {error}" if isinstance(error, KeyError) else str(error)
         return None, None, [Finding(AREA, "config.json", Level.PROBLEM, what)]
     findings = list(_judge_config(config))
-    named = declared(config)
+    named = declared_format(config)
     found, files = _look_at_shards(model.folder, named)
     whole = not any(finding.level is Level.PROBLEM for finding in files)
     if whole and found is not None:

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from k3_checkpoint.formats import Format
 from kimi_k3.doctor import checkpoint, environment, experts, memory
 from kimi_k3.doctor import machine as machines
 from kimi_k3.doctor.findings import Diagnosis, Finding, Level, probed
@@ -129,7 +130,7 @@ def _model(
 ) -> Iterator[Finding]:
     """Judge a model on the machine that was found; adds what `vllm serve` needs to `arguments`."""
     config: dict[str, Any] | None = None
-    stored: experts.Format | None = None
+    stored: Format | None = None
 
     def look_at_files() -> Iterator[Finding]:
         nonlocal config, stored
@@ -189,7 +190,7 @@ def _planned_as(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _memory(
     config: dict[str, Any],
-    stored: experts.Format,
+    stored: Format,
     wish: Wish,
     ranks: int,
     found: Machine,
@@ -198,10 +199,10 @@ def _memory(
     share: list[float],
 ) -> Iterator[Finding]:
     layout = planned.Ranks(ranks, 0, wish.expert_parallel)
-    if stored is experts.Format.MIXED:
+    if stored is Format.MIXED:
         # The larger of its two formats.
         config = _planned_as(config, "pack-quantized")
-    elif stored is experts.Format.PLAIN:
+    elif stored is Format.PLAIN:
         config = _planned_as(config, "mxfp4-pack-quantized")
     try:
         plan = planned.plan(config, layout)
@@ -215,7 +216,7 @@ def _memory(
     need = plan.worker
     if way.converts:
         need += plan.int4_scales + plan.int4_transient
-    if way.expands or stored is experts.Format.PLAIN:
+    if way.expands or stored is Format.PLAIN:
         # bfloat16 in place of four bits.
         need += 3 * plan.components[EXPERTS]
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
