@@ -15,6 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from k3_checkpoint.formats import Format
 from kimi_k3.doctor import checkpoint, environment, experts, memory
 from kimi_k3.doctor import machine as machines
 from kimi_k3.doctor.findings import Diagnosis, Finding, Level, attempt, probed
@@ -190,12 +191,12 @@ def _planned_as(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _memory(
-    config: dict[str, Any], stored: experts.Format, way: experts.Way, here: Situation
+    config: dict[str, Any], stored: Format, way: experts.Way, here: Situation
 ) -> Iterator[Finding]:
-    if stored is experts.Format.MIXED:
+    if stored is Format.MIXED:
         # The larger of its two formats.
         config = _planned_as(config, "pack-quantized")
-    elif stored is experts.Format.PLAIN:
+    elif stored is Format.PLAIN:
         config = _planned_as(config, "mxfp4-pack-quantized")
     try:
         plan = memory_plan.plan(config, Layout(here.ranks, 0, here.options.expert_parallel))
@@ -207,7 +208,7 @@ def _memory(
     need = plan.worker
     if way.converts:
         need += plan.int4_scales + plan.int4_transient
-    if way.expands or stored is experts.Format.PLAIN:
+    if way.expands or stored is Format.PLAIN:
         # bfloat16 in place of four bits.
         need += 3 * plan.components[EXPERTS]
     yield from memory.judge(

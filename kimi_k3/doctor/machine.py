@@ -147,19 +147,17 @@ def _aiter(architecture: str) -> Aiter:
     except Exception:
         # An AITER that does not import; the check of its entry point says why.
         situ = False
-    return Aiter(version, enabled, _int4_refusal() if architecture == "gfx942" else "", situ)
+    return Aiter(version, enabled, _int4_fault() if architecture == "gfx942" else "", situ)
 
 
-def _int4_refusal() -> str:
+def _int4_fault() -> str:
     """Return why AITER cannot compute int4 experts; empty if it can. Imports AITER."""
     from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter
 
     try:
-        aiter.check_enabled()
-        aiter.check_entry_point()
+        return aiter.entry_fault()
     except Exception as error:
         return str(error)
-    return ""
 
 
 def describe(machine: Machine) -> Iterator[Finding]:

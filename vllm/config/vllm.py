@@ -23,7 +23,7 @@ require(f"{__name__}:VllmConfig.__post_init__", uses=("try_verify_and_update_con
 
 @patch_function_wrapper(__name__, "VllmConfig.try_verify_and_update_config")
 def _check_int4(wrapped, instance, args, kwargs):
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import policy
+    from vllm.model_executor.layers.quantization.utils.k3_int4 import facts
 
-    policy.check_config(instance)
+    facts.check_config(instance)
     return wrapped(*args, **kwargs)

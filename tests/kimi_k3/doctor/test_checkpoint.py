@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from k3_checkpoint.formats import Format
 from k3_checkpoint.presets import PRESETS
 from k3_checkpoint.shards import INDEX_NAME
 from k3_checkpoint.spec import ExpertFormat
 from k3_checkpoint.write import write_checkpoint
 from kimi_k3.convert.source import WORK_NAME
 from kimi_k3.doctor.checkpoint import Model, NoSuchModelError, locate, look
-from kimi_k3.doctor.experts import Format
 from kimi_k3.doctor.findings import Level
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1"

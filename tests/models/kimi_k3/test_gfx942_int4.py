@@ -70,7 +70,7 @@ def test_gfx950_serves_mxfp4_as_upstream_does(on_gpu):
         method = build_layer().quant_method
     assert method.is_k3_situ_aiter
     assert not method.is_k3_situ_int4_gfx942
-    assert not hasattr(method, "int4_report")
+    assert not hasattr(method, "int4_log")
     with rank_of(make_config(INT4)), pytest.raises(Int4RefusedError, match="found the GPU gfx950"):
         build_layer()
 
@@ -88,8 +88,8 @@ def test_draft_layers_follow_the_flag(on_gpu):
         draft.quant_method.process_weights_after_loading(draft)
     assert draft.w13_weight.is_shuffled
     assert draft.w13_weight_scale.dtype == torch.bfloat16
-    report = target.quant_method.int4_report
-    assert draft.quant_method.int4_report is report
+    report = target.quant_method.int4_log
+    assert draft.quant_method.int4_log is report
     assert [sorted(names) for names in report.loads] == [[target.layer_name], [draft.layer_name]]
 
 
@@ -102,15 +102,6 @@ def test_native_intermediate_size_at_tp8(on_gpu, rank):
     assert layer.intermediate_size_per_partition == 384
     assert layer.w13_weight.shape == (2, 768, 1792)
     assert layer.w2_weight.shape == (2, 3584, 192)
-
-
-def test_native_size_does_not_depend_on_upstreams_rounding(on_gpu, monkeypatch):
-    on_gpu("gfx942")
-    monkeypatch.setattr(
-        mxfp4, "mxfp4_round_up_hidden_size_and_intermediate_size", lambda *a, **k: (4096, 512)
-    )
-    with rank_of(make_config(INT4), tp=8):
-        assert build_layer(hidden=3584, inner=3072).w2_weight.shape[2] == 192
 
 
 def test_sizes_that_are_no_whole_tiles_are_padded_as_upstream_pads(on_gpu):

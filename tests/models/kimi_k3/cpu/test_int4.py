@@ -43,8 +43,10 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def with_log(monkeypatch):
+def with_log(monkeypatch, tmp_path):
     monkeypatch.setitem(k3_engine.ENVIRONMENT, "VLLM_LOGGING_LEVEL", "INFO")
+    # Errors and peaks of memory are measured only for those who ask for an account.
+    monkeypatch.setitem(k3_engine.ENVIRONMENT, "VLLM_KIMI_K3_LOAD_ACCOUNT", str(tmp_path))
 
 
 def make_prompts(seed=3) -> list[list[int]]:

@@ -3,9 +3,10 @@
 """Kimi-K3's MXFP4 experts: to int4 when the user asks for it, and any dtype on the CPU platform.
 
 Ledger
-    What: with `--quantization-config.moe.weight int4_per_group_32`, `Mxfp4MoEMethod` refuses a
-        layer that cannot be converted when it is constructed, chooses `CPUSituInt4Experts` on the
-        CPU platform, keeps native sizes, and converts through `mxfp4_int4`, in place;
+    What: with `--quantization-config.moe.weight int4_per_group_32`, or as the base of
+        `PackedInt4MoEMethod`, `Mxfp4MoEMethod` refuses a layer that cannot be int4 when it is
+        constructed, chooses `CPUSituInt4Experts` on the CPU platform, keeps whole pairs of groups,
+        and converts or lays out experts through `mxfp4_int4`, in place;
         `Mxfp4Config.get_quant_method` leaves layers of the ignore list in MXFP4. On the CPU
         platform `Mxfp4Config.get_supported_act_dtypes` also lists float32 and float16.
     Why: upstream converts in fifteen passes with twice the error or more, looks at AITER after all
@@ -13,7 +14,7 @@ Ledger
         but on gfx942. It lists bfloat16 alone, though the torch experts compute in any dtype.
     How: wrap `Mxfp4MoEMethod.__init__`, `maybe_roundup_sizes` and `_setup_kernel_k3_situ_gfx942`,
         `Mxfp4Config.get_quant_method` and two functions of the module; replace one class method.
-        Without the flag each wrapper hands over to upstream at once.
+        Where nobody asks for int4 each wrapper hands over to upstream at once.
     Upstream: https://github.com/vllm-project/vllm/pull/51274 (the conversion),
         https://github.com/vllm-project/vllm/issues/52803 (the plan for gfx942); to file:
         [ROCm][Kimi-K3] MXFP4 to int4: less error, in place, refused before the load.
@@ -21,20 +22,22 @@ Ledger
         where it cannot honour it, and lists float32 on the CPU platform.
 """
 
+from contextlib import nullcontext
+
 import torch
 from wrapt import patch_function_wrapper
 
-from vllm.model_executor.layers.quantization.utils.k3_int4 import policy
+from vllm.model_executor.layers.quantization.utils.k3_int4 import facts, load, policy
 from vllm.platforms import current_platform
 from vllm_overlay import require
 
-_logger = require(f"{__name__}:logger")
 _config = require(f"{__name__}:Mxfp4Config")
 require(f"{__name__}:Mxfp4Config.get_supported_act_dtypes", parameters=())
 require(f"{__name__}:Mxfp4Config.get_quant_method", parameters=("self", "layer", "prefix"))
 _routed_experts = require(f"{__name__}:RoutedExperts")
 _cpu_backend = require(f"{__name__}:Mxfp4MoeBackend.CPU")
-_method = require(f"{__name__}:Mxfp4MoEMethod")
+_aiter_backend = require(f"{__name__}:Mxfp4MoeBackend.AITER_MXFP4_BF16")
+_experts_of = require(f"{__name__}:backend_to_kernel_cls", parameters=("backend",))
 require(
     f"{__name__}:Mxfp4MoEMethod.__init__",
     parameters=("self", "moe", "activation_key"),
@@ -63,89 +66,56 @@ require(f"{__name__}:Mxfp4MoEMethod._build_moe_kernel", parameters=("self", "lay
 require("vllm.config:get_current_vllm_config_or_none", parameters=())
 
 
-def _current_config():
-    from vllm.config import get_current_vllm_config_or_none
-
-    return get_current_vllm_config_or_none()
-
-
-def _is_asked_for() -> bool:
-    return policy.is_requested(_current_config()) and not policy.is_spared()
-
-
 @patch_function_wrapper(__name__, "_moe_weight_override_is_int4")
-def _unless_spared(wrapped, instance, args, kwargs):
-    return wrapped(*args, **kwargs) and not policy.is_spared()
+def _by_flag(wrapped, instance, args, kwargs):
+    return wrapped(*args, **kwargs) and facts.current_request() is policy.BY_FLAG
 
 
 @patch_function_wrapper(__name__, "Mxfp4Config.get_quant_method")
 def _spare_ignored(wrapped, instance, args, kwargs):
-    def build(layer, prefix):
-        if isinstance(layer, _routed_experts) and policy.is_ignored(_current_config(), prefix):
-            with policy.spared():
-                return wrapped(layer, prefix)
-        return wrapped(layer, prefix)
+    def build(layer, prefix, *more, **options):
+        spare = isinstance(layer, _routed_experts) and facts.is_spared(prefix)
+        with facts.building(None) if spare else nullcontext():
+            return wrapped(layer, prefix, *more, **options)
 
     return build(*args, **kwargs)
 
 
 @patch_function_wrapper(__name__, "select_deepseek_v4_mxfp4_moe_backend")
 def _select_int4(wrapped, instance, args, kwargs):
-    if current_platform.is_cpu() and _is_asked_for():
-        from vllm.model_executor.layers.fused_moe.experts import cpu_situ_int4_moe
+    if facts.current_request() is None:
+        return wrapped(*args, **kwargs)
+    if not current_platform.is_cpu():
+        return _aiter_backend, _experts_of(_aiter_backend)[0]
+    from vllm.model_executor.layers.fused_moe.experts import cpu_situ_int4_moe
 
-        return _cpu_backend, cpu_situ_int4_moe.CPUSituInt4Experts
-    return wrapped(*args, **kwargs)
+    return _cpu_backend, cpu_situ_int4_moe.CPUSituInt4Experts
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod.__init__")
 def _refuse_or_select(wrapped, instance, args, kwargs):
-    if not _is_asked_for():
+    asked = facts.current_request()
+    if asked is None:
         return wrapped(*args, **kwargs)
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter, report
-
-    target = policy.find_target()
-    if target is policy.Target.GFX942:
-        aiter.check_entry_point()
-    policy.check_layer(args[0] if args else kwargs["moe"], target)
+    target = facts.check_layer(args[0] if args else kwargs["moe"], asked)
     wrapped(*args, **kwargs)
-    if target is policy.Target.CPU:
-        _logger.warning_once(
-            "Kimi-K3's MXFP4 experts are converted to int4 with groups of 32 while they load. This "
-            "loses accuracy and was asked for by %s.",
-            policy.FLAG,
-        )
-    # Upstream's own switch. From here on a CPU takes the way of gfx942.
+    # Upstream's own switch. From here on every target takes the way of gfx942.
     instance.is_k3_situ_int4_gfx942 = True
-    config = _current_config()
-    instance.int4_report = report.report_for(config.model_config, policy.scale_rule(config))
-    instance.int4_report.awaited += 1
+    load.prepare(instance, asked, target)
     return None
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod.maybe_roundup_sizes")
-def _keep_native_sizes(wrapped, instance, args, kwargs):
+def _keep_group_pairs(wrapped, instance, args, kwargs):
+    hidden, inner = wrapped(*args, **kwargs)
     if instance.is_k3_situ_int4_gfx942:
-        hidden, inner = super(_method, instance).maybe_roundup_sizes(*args, **kwargs)
-        on_cpu = current_platform.is_cpu()
-        native = policy.native_sizes(
-            hidden, inner, policy.Target.CPU if on_cpu else policy.Target.GFX942
-        )
-        if native is not None:
-            return native
-    return wrapped(*args, **kwargs)
+        inner = -(-inner // policy.GROUP_PAIR) * policy.GROUP_PAIR
+    return hidden, inner
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod._setup_kernel_k3_situ_gfx942")
 def _convert_in_place(wrapped, instance, args, kwargs):
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter, load
-
-    (layer,) = args or kwargs.values()
-    report = instance.int4_report
-    dtype = torch.uint8 if instance.mxfp4_backend == _cpu_backend else aiter.weight_dtype()
-    record = load.convert_layer(layer, instance.moe, report.scale_rule, dtype)
-    instance._build_moe_kernel(layer)
-    report.record(layer.layer_name, record)
+    load.set_up_kernel(instance, *args, on_cpu=instance.mxfp4_backend == _cpu_backend, **kwargs)
 
 
 if current_platform.is_cpu():

@@ -23,8 +23,8 @@ from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
 )
 from tests.models.kimi_k3.support.simulated_gpu.simulated_gpu import (
     ARCHITECTURES,
+    install_rocm_module,
     pretend,
-    rocm_module,
 )
 from vllm import _aiter_ops
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -71,7 +71,7 @@ def main() -> None:
     found = {}
     for architecture in (*ARCHITECTURES, "cuda"):
         if architecture in ARCHITECTURES:
-            sys.modules["vllm.platforms.rocm"] = rocm_module(architecture)
+            install_rocm_module(architecture)
         pretend(architecture, CpuPlatform)
         for tp in (1, 8):
             for activation in ("situ", "silu"):
@@ -80,7 +80,7 @@ def main() -> None:
             found[f"{architecture} gpt-oss tp{tp}"] = attempt(
                 None, tp=tp, activation="silu", quant=mxfp4.GptOssMxfp4Config
             )
-    sys.modules["vllm.platforms.rocm"] = rocm_module("gfx942")
+    install_rocm_module("gfx942")
     pretend("gfx942", CpuPlatform)
     flagged = attempt("int4_per_group_32", process=True)
     print(json.dumps({"without": found, "flagged": flagged}))

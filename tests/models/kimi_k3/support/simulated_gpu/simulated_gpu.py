@@ -9,6 +9,7 @@ queries of a few vLLM modules, told by who asks; no kernel and no memory of a GP
 import inspect
 import sys
 from types import FrameType, ModuleType
+from unittest import mock
 
 _LAYERS = "vllm.model_executor.layers"
 ASKING = (
@@ -18,8 +19,7 @@ ASKING = (
     f"{_LAYERS}.fused_moe.oracle.int_wna16",
     f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe",
     f"{_LAYERS}.quantization.mxfp4",
-    f"{_LAYERS}.quantization.utils.k3_int4.checkpoint",
-    f"{_LAYERS}.quantization.utils.k3_int4.policy",
+    f"{_LAYERS}.quantization.utils.k3_int4.facts",
 )
 ARCHITECTURES = ("gfx942", "gfx950", "gfx1250")
 
@@ -36,6 +36,11 @@ def rocm_module(architecture: str) -> ModuleType:
     module.get_cdna_version = lambda: {"gfx942": 3, "gfx950": 4, "gfx1250": 5}[architecture]
     module._GCN_ARCH = architecture
     return module
+
+
+def install_rocm_module(architecture: str) -> None:
+    """Let this process, to its end, import the stand-in where vLLM asks for its ROCm platform."""
+    mock.patch.dict("sys.modules", {"vllm.platforms.rocm": rocm_module(architecture)}).start()
 
 
 class Pretended:

@@ -6,14 +6,13 @@ The environment variable SIMULATED_GPU names the architecture.
 """
 
 import os
-import sys
 
-from simulated_gpu import ARCHITECTURES, pretend, rocm_module
+from simulated_gpu import ARCHITECTURES, install_rocm_module, pretend
 from wrapt import register_post_import_hook
 
 _architecture = os.environ["SIMULATED_GPU"]
 if _architecture in ARCHITECTURES:
-    sys.modules["vllm.platforms.rocm"] = rocm_module(_architecture)
+    install_rocm_module(_architecture)
 register_post_import_hook(
     lambda module: pretend(_architecture, module.CpuPlatform), "vllm.platforms.cpu"
 )

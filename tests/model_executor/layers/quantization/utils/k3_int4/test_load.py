@@ -3,6 +3,7 @@
 """A layer's conversion: padding, damaged weights, and memory at Kimi-K3's size; and the report."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import torch
 from mxfp4_int4 import (
     ConversionInputError,
     ConversionStats,
+    convert_experts,
 )
 from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
     INT4,
@@ -22,12 +24,12 @@ from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
     rank_of,
 )
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_int4_moe import expand_int4
-from vllm.model_executor.layers.quantization.utils.k3_int4 import load
-from vllm.model_executor.layers.quantization.utils.k3_int4.report import (
+from vllm.model_executor.layers.quantization.utils.k3_int4 import conversion_log, load
+from vllm.model_executor.layers.quantization.utils.k3_int4.conversion_log import (
+    ConversionLog,
     LayerRecord,
-    LoadReport,
-    PeakMemory,
-    report_for,
+    log_of,
+    peak_memory,
 )
 
 
@@ -81,18 +83,16 @@ def record(**changes) -> LayerRecord:
 
 @pytest.fixture
 def lines(monkeypatch) -> list[str]:
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import report
-
     said: list[str] = []
-    monkeypatch.setattr(report.logger, "info", lambda form, line: said.append(line))
+    monkeypatch.setattr(conversion_log.logger, "info", lambda form, line: said.append(line))
     return said
 
 
 def test_one_line_at_the_end_of_each_load(lines):
-    report = LoadReport(object(), "mse", awaited=2)
-    report.record("a", record())
+    log = ConversionLog(object(), "mse", awaited=2)
+    log.record("a", record())
     assert lines == []
-    report.record("b", record(peak_extra_bytes=3 * 2**20))
+    log.record("b", record(peak_extra_bytes=3 * 2**20))
     # Of ten groups two are zero; six minus two of the other eight are exact.
     (line,) = lines
     assert line == (
@@ -103,45 +103,70 @@ def test_one_line_at_the_end_of_each_load(lines):
 
 
 def test_a_partial_update_does_not_shift_the_next_line(lines):
-    report = LoadReport(object(), "mse", awaited=2)
+    log = ConversionLog(object(), "mse", awaited=2)
     for name in "ab":
-        report.record(name, record())
+        log.record(name, record())
     assert len(lines) == 1
-    report.record("a", record())
+    log.record("a", record())
     assert len(lines) == 1
     for name in "ab":
-        report.record(name, record())
+        log.record(name, record())
     assert len(lines) == 2
 
 
 def test_a_draft_model_has_its_own_line(lines):
     """MTP layers are built and loaded after the target, under the same configuration."""
-    report = LoadReport(object(), "mse", awaited=2)
+    log = ConversionLog(object(), "mse", awaited=2)
     for name in "ab":
-        report.record(name, record())
-    report.awaited += 1
-    report.record("mtp", record())
+        log.record(name, record())
+    log.awaited += 1
+    log.record("mtp", record())
     assert ["2 layers" in line for line in lines] == [True, False]
     assert "1 layers with 8 experts" in lines[1]
     # Then the target alone is updated.
     for name in "ba":
-        report.record(name, record())
+        log.record(name, record())
     assert len(lines) == 3
     assert "2 layers" in lines[2]
 
 
 def test_layers_of_one_model_share_a_report():
     first, second = object(), object()
-    report = report_for(first, "mse")
-    assert report_for(first, "mse") is report
-    assert report_for(second, "mse") is not report
+    report = log_of(first, "mse")
+    assert log_of(first, "mse") is report
+    assert log_of(second, "mse") is not report
 
 
 def test_peak_memory_sees_what_is_held_and_given_back():
-    with PeakMemory(torch.device("cpu")) as memory:
+    noted = LayerRecord()
+    with peak_memory(torch.device("cpu"), noted):
         torch.ones(64 << 20, dtype=torch.uint8).clone()
     # Pages of an allocator's earlier garbage may be reused; other threads may add some.
-    assert 64 << 20 <= memory.extra_bytes <= 192 << 20
+    assert 64 << 20 <= noted.peak_extra_bytes <= 192 << 20
+
+
+@pytest.mark.parametrize("folder", [None, "", "somewhere"])
+def test_errors_and_memory_are_measured_only_when_asked_for(monkeypatch, lines, folder):
+    """A sample costs a second conversion; the peak's counter belongs to the whole process."""
+    monkeypatch.delenv(conversion_log.MEASURE_VARIABLE, raising=False)
+    if folder is not None:
+        monkeypatch.setenv(conversion_log.MEASURE_VARIABLE, folder)
+    calls = []
+
+    def convert(*args, **kwargs):
+        calls.append(kwargs.get("collect_stats", False))
+        return convert_experts(*args, **kwargs)
+
+    monkeypatch.setattr(load, "convert_experts", convert)
+    with rank_of(make_config(INT4)):
+        layer = build_layer()
+        fill(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+    (line,) = lines
+    assert line.startswith("int4 experts, rank 0: 1 layers with 4 experts converted in ")
+    assert calls == ([True, False] * 2 if folder else [False] * 2)
+    assert ("one expert a layer measured" in line) == bool(folder)
+    assert ("peak extra memory" in line) == bool(folder)
 
 
 LAYER_OF_KIMI_K3 = """
@@ -177,7 +202,11 @@ print(json.dumps({"extra": record.peak_extra_bytes, "scales": new, "seconds": re
 def test_memory_of_a_layer_of_kimi_k3():
     """896 experts at TP8, 1.83 GiB: beyond them, the new scales and one chunk of eight experts."""
     ended = subprocess.run(
-        [sys.executable, "-c", LAYER_OF_KIMI_K3], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", LAYER_OF_KIMI_K3],
+        env={**os.environ, conversion_log.MEASURE_VARIABLE: "measured"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured = json.loads(ended.stdout.splitlines()[-1])
@@ -185,13 +214,12 @@ def test_memory_of_a_layer_of_kimi_k3():
     assert 0 < measured["extra"] <= measured["scales"] + chunk
 
 
-def test_report_without_linux(monkeypatch):
+def test_peak_memory_without_linux(monkeypatch, tmp_path):
     """Where the kernel does not tell, nothing is claimed."""
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import report
-
-    monkeypatch.setattr(report, "_forget_peak", lambda: None)
-    with PeakMemory(torch.device("cpu")) as memory:
+    monkeypatch.setattr(conversion_log, "Path", lambda name: tmp_path / "none" / name[1:])
+    noted = LayerRecord()
+    with peak_memory(torch.device("cpu"), noted):
         pass
-    assert memory.extra_bytes is None
-    line = LoadReport(object(), "mse").summary([record(peak_extra_bytes=None)])
-    assert "peak extra memory not measured here" in line
+    assert noted.peak_extra_bytes is None
+    line = ConversionLog(object(), "mse").summary([record(peak_extra_bytes=None)])
+    assert "peak extra memory" not in line

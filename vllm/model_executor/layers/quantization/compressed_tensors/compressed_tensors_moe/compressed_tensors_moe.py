@@ -20,6 +20,8 @@ Ledger
 
 from wrapt import patch_function_wrapper
 
+from k3_checkpoint.formats import Format
+from vllm.model_executor.layers.quantization.utils.k3_int4 import expert_format, facts
 from vllm.platforms import current_platform
 from vllm_overlay import require
 
@@ -30,26 +32,19 @@ require(
 _method = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
 _mxfp4_method = require(_method)
 require(f"{_method}._build_moe_kernel", parameters=("self", "layer"))
-require(f"{_method}.get_fused_moe_quant_config", parameters=("self", "layer"))
-require(
-    "vllm.model_executor.layers.fused_moe:FusedMoEMethodBase.__init__", parameters=("self", "moe")
-)
+require(f"{_method}.process_weights_after_loading", uses=("_setup_kernel_k3_situ_gfx942",))
 
 
 @patch_function_wrapper(__name__, "CompressedTensorsMoEMethod.get_moe_method")
 def _serve_int4(wrapped, instance, args, kwargs):
-    def choose(quant_config, layer, layer_name):
-        from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
+    def choose(quant_config, layer, layer_name, *more, **options):
+        form = expert_format.expert_format(quant_config, layer, layer_name)
+        if form is Format.INT4 and facts.find_packed_target(layer.moe_config.moe_backend):
+            from vllm.model_executor.layers.quantization.utils.k3_int4 import packed_method
 
-        form = checkpoint.expert_format(quant_config, layer, layer_name)
-        if form == checkpoint.INT4_FORMAT:
-            target = checkpoint.find_target(layer.moe_config.moe_backend)
-            if target is not None:
-                from vllm.model_executor.layers.quantization.utils.k3_int4 import packed_method
-
-                return packed_method.PackedInt4MoEMethod(layer.moe_config, target)
-        elif form == checkpoint.MXFP4_FORMAT and current_platform.is_cpu():
+            return packed_method.PackedInt4MoEMethod(layer.moe_config)
+        if form is Format.MXFP4 and current_platform.is_cpu():
             return _mxfp4_method(layer.moe_config)
-        return wrapped(quant_config, layer, layer_name)
+        return wrapped(quant_config, layer, layer_name, *more, **options)
 
     return choose(*args, **kwargs)

@@ -3,86 +3,65 @@
 """What the installed AITER can do with packed int4 experts. Asked on gfx942 only.
 
 AITER is imported inside functions, and only once somebody has asked for int4 experts on a GPU that
-it runs on. Everything here looks and refuses; nothing is computed with it.
+it runs on. Everything here looks; `policy` judges, and nothing is computed with it.
 """
 
 import importlib
 import inspect
+import os
 
 import torch
 
-from vllm.model_executor.layers.quantization.utils.k3_int4.policy import (
-    BY_FLAG,
-    Int4RefusedError,
-    Request,
-)
-
-ENTRY_MODULE = "aiter.ops.flydsl.kernels.moe_2stage_a16wmix"
-ENTRY = "flydsl_a16w4_gemm1"
-_NEEDED = f"AITER with the packed-int4 MoE entry point {ENTRY_MODULE}.{ENTRY}(..., act=...)"
+from vllm.model_executor.layers.quantization.utils.k3_int4 import policy
 
 
-def _remedy(asked: Request) -> str:
-    return f"Install an AITER that has it, or {asked.fallback[0].lower()}{asked.fallback[1:]}."
+def look(*, inside: bool) -> policy.Aiter:
+    """Tell what vLLM can use of AITER.
 
-
-def check_enabled(asked: Request = BY_FLAG) -> None:
-    """Refuse a machine without AITER, or where vLLM is told not to use its fused MoE.
-
-    Imports nothing of AITER: the API server asks, and must not touch the GPU.
-
-    Raises:
-        Int4RefusedError: see above.
+    Args:
+        inside: Import it, too, and look at its entry point. The API server must not: an import
+            touches the GPU.
     """
     from vllm import _aiter_ops
 
     if not _aiter_ops.is_aiter_found_and_supported():
-        raise Int4RefusedError("no AITER in this environment", _NEEDED, _remedy(asked), asked)
-    if not _aiter_ops.rocm_aiter_ops.is_fused_moe_enabled():
-        raise Int4RefusedError(
-            "AITER's fused MoE switched off",
-            "it is the only kernel for int4 experts on gfx942",
-            "Set VLLM_ROCM_USE_AITER=1 and VLLM_ROCM_USE_AITER_MOE=1.",
-            asked,
-        )
+        return policy.Aiter(found=False)
+    enabled = bool(_aiter_ops.rocm_aiter_ops.is_fused_moe_enabled())
+    return policy.Aiter(True, enabled, entry_fault() if enabled and inside else "")
 
 
-def check_entry_point(asked: Request = BY_FLAG) -> None:
-    """Refuse an AITER that cannot compute SiTU with packed int4 weights. Imports AITER.
+def entry_fault() -> str:
+    """Return why this AITER cannot compute SiTU with packed int4 weights; empty if it can.
 
-    Raises:
-        Int4RefusedError: The entry point is missing, or does not know the keyword ``act``: such a
-            build takes packed int4 weights and computes SiLU, whatever activation is asked for.
+    A build whose entry point does not know the keyword ``act`` takes packed int4 weights and
+    computes SiLU, whatever activation is asked for. Imports AITER.
     """
     version = getattr(importlib.import_module("aiter"), "__version__", "of unknown version")
     try:
-        entry = getattr(importlib.import_module(ENTRY_MODULE), ENTRY)
+        entry = getattr(importlib.import_module(policy.AITER_ENTRY_MODULE), policy.AITER_ENTRY)
     except (ImportError, AttributeError) as error:
-        raise Int4RefusedError(
-            f"AITER {version} without that entry point ({error})",
-            _NEEDED,
-            _remedy(asked),
-            asked,
-        ) from error
+        return f"AITER {version} without that entry point ({error})"
     if "act" not in inspect.signature(entry).parameters:
-        raise Int4RefusedError(
-            f"AITER {version}, whose {ENTRY} has no keyword 'act' and would compute SiLU in place "
-            "of SiTU",
-            _NEEDED,
-            _remedy(asked),
-            asked,
+        return (
+            f"AITER {version}, whose {policy.AITER_ENTRY} has no keyword 'act' and would compute "
+            "SiLU in place of SiTU"
         )
     from vllm._aiter_ops import rocm_aiter_ops
 
     if rocm_aiter_ops.get_aiter_activation_type("situ") is None:
-        raise Int4RefusedError(
-            f"AITER {version}, whose ActivationType has no Situv2",
-            f"{_NEEDED} and the activation Situv2",
-            _remedy(asked),
-            asked,
-        )
+        return f"AITER {version}, whose ActivationType has no Situv2"
+    return ""
 
 
 def weight_dtype() -> torch.dtype:
     """Return the dtype by which AITER tells packed int4 weights from MXFP4; a byte an element."""
-    return importlib.import_module("aiter.dtypes").i4x2
+    dtype: torch.dtype = importlib.import_module("aiter.dtypes").i4x2
+    return dtype
+
+
+def keep_plain_activations() -> None:
+    """As upstream does for these kernels: no bound above which AITER takes FP8 activations."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    if rocm_aiter_ops.is_fused_moe_situv2_enabled():
+        os.environ["AITER_BF16_FP8_MOE_BOUND"] = "0"

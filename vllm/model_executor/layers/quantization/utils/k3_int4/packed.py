@@ -7,23 +7,28 @@ are. `repack_layer` then moves nibbles and scales, in their own memory. Nothing 
 scale is chosen: those of the checkpoint are the result.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mxfp4_int4 import ConversionStats
+from mxfp4_int4.definition import GROUP_SIZE
 from mxfp4_int4.layouts import place_scales
-from vllm.model_executor.layers.quantization.utils.k3_int4.load import CHUNK_EXPERTS, PROJECTIONS
+from vllm.model_executor.layers.quantization.utils.k3_int4.conversion_log import LayerRecord
+from vllm.model_executor.layers.quantization.utils.k3_int4.load import (
+    CHUNK_EXPERTS,
+    PROJECTIONS,
+    fill_padding,
+    recorded,
+    replace_experts,
+)
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import (
     BY_CHECKPOINT,
-    GROUP,
     Int4RefusedError,
+    Refusal,
 )
-from vllm.model_executor.layers.quantization.utils.k3_int4.report import LayerRecord, PeakMemory
-from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.model_executor.utils import set_weight_attrs
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
@@ -70,10 +75,10 @@ def register(
     for name, rows, width in (("w13", moe.w13_num_shards * inner, hidden), ("w2", hidden, inner)):
         codes = torch.full((experts, rows, width // 2), ZERO_CODES, dtype=torch.uint8)
         # NaN tells a scale that never came.
-        scale = torch.full((experts, rows, width // GROUP), torch.nan, dtype=torch.bfloat16)
+        scale = torch.full((experts, rows, width // GROUP_SIZE), torch.nan, dtype=torch.bfloat16)
         shape = torch.zeros((experts, 2), dtype=torch.int64)
         for suffix, tensor, loader in (
-            ("", codes, _loader(moe, weight_loader, torch.int32, GROUP // 8)),
+            ("", codes, _loader(moe, weight_loader, torch.int32, GROUP_SIZE // 8)),
             ("_scale", scale, _loader(moe, weight_loader, torch.bfloat16, 1)),
             ("_shape", shape, weight_loader),
         ):
@@ -137,16 +142,16 @@ def _check_part(
         raise DamagedExpertsError(
             place, f"{dtype} of two dimensions", f"{tensor.dtype} {list(tensor.shape)}"
         )
-    size = tensor.shape[0] if shard_id != "w2" else tensor.shape[1] * GROUP // per_group
-    if ranks > 1 and size % (ranks * GROUP):
-        raise Int4RefusedError(
+    size = tensor.shape[0] if shard_id != "w2" else tensor.shape[1] * GROUP_SIZE // per_group
+    if ranks > 1 and size % (ranks * GROUP_SIZE):
+        refusal = Refusal(
             f"an intermediate size of {size} over {ranks} ranks ({place})",
-            f"a multiple of {ranks} times {GROUP}: a group of {GROUP} values has one scale and "
-            "cannot be split",
+            f"a multiple of {ranks} times {GROUP_SIZE}: a group of {GROUP_SIZE} values has one "
+            "scale and cannot be split",
             "Use fewer tensor-parallel ranks or --enable-expert-parallel.",
-            BY_CHECKPOINT,
         )
-    expected = [rows, width // GROUP * per_group]
+        raise Int4RefusedError(refusal, BY_CHECKPOINT)
+    expected = [rows, width // GROUP_SIZE * per_group]
     if list(tensor.shape) != expected:
         raise DamagedExpertsError(place, str(expected), str(list(tensor.shape)))
 
@@ -157,43 +162,24 @@ def repack_layer(
     """Bring a layer's loaded experts into AITER's layout, in their own memory.
 
     Args:
-        layer: with the parameters of `register`. Afterwards they are those that
+        layer: With the parameters of `register`. Afterwards they are those that
             `load.convert_layer` leaves: weights in `weight_dtype`, marked ``is_shuffled``, and
             scales flat, in the order ``[E, G/2, N, 2]``.
-        moe: tells which part of the intermediate size is padding.
-        weight_dtype: how the kernel calls packed int4; one byte an element.
+        moe: Tells which part of the intermediate size is padding.
+        weight_dtype: How the kernel calls packed int4; one byte an element.
 
     Returns:
-        What the report at the end of the load is made of.
+        What the line at the end of the load is made of.
 
     Raises:
         DamagedExpertsError: Nothing has been changed then.
     """
-    started = time.perf_counter()
-    source_bytes = 0
-    with PeakMemory(layer.w13_weight.device) as memory:
-        _clear_padding(layer, moe)
+    with recorded(layer) as record:
+        # Kimi-K3's model has cleared padded weights to bytes of zero, which are codes of -8.
+        fill_padding(layer, moe, ZERO_CODES, PADDING_SCALE)
         _check_loaded(layer, moe)
-        for name in PROJECTIONS:
-            weight = getattr(layer, f"{name}_weight")
-            scale = getattr(layer, f"{name}_weight_scale")
-            source_bytes += weight.nbytes + scale.nbytes
-            weight_data, scale_data = repack_in_place(weight.data, scale.data)
-            # Whoever else holds the old parameters must not take their bytes for a checkpoint's.
-            for source in (weight, scale):
-                source.data = torch.empty(0, dtype=source.dtype, device=source.device)
-            weight_data = weight_data.view(weight_dtype)
-            set_weight_attrs(weight_data, {"is_shuffled": True})
-            replace_parameter(layer, f"{name}_weight", weight_data)
-            replace_parameter(layer, f"{name}_weight_scale", scale_data)
-            del weight, scale, source, weight_data, scale_data
-    return LayerRecord(
-        experts=layer.w13_weight.shape[0],
-        seconds=time.perf_counter() - started,
-        source_bytes=source_bytes,
-        peak_extra_bytes=memory.extra_bytes,
-        stats=ConversionStats(),
-    )
+        replace_experts(layer, repack_in_place, weight_dtype)
+    return record
 
 
 def repack_in_place(
@@ -254,22 +240,6 @@ def _whole_or_condemned(scale: torch.Tensor) -> Iterator[None]:
         scale.fill_(torch.nan)
         error.add_note("experts half way between two layouts: their scales were set to NaN")
         raise
-
-
-def _clear_padding(layer: "RoutedExperts", moe: "FusedMoEConfig") -> None:
-    """Set what lies past the checkpoint's intermediate size to zero.
-
-    Kimi-K3's model has cleared padded weights to bytes of zero, which are codes of -8, and a reload
-    leaves whatever was in memory.
-    """
-    inner = layer.w2_weight.shape[2] * 2
-    real = moe.intermediate_size_per_partition_unpadded
-    if real is None or real >= inner:
-        return
-    for suffix, per_element, zero in (("", 2, ZERO_CODES), ("_scale", GROUP, PADDING_SCALE)):
-        w13, w2 = (getattr(layer, f"{name}_weight{suffix}").data for name in PROJECTIONS)
-        w13.unflatten(1, (2, inner))[:, :, real:] = zero
-        w2[:, :, real // per_element :] = zero
 
 
 def _check_loaded(layer: "RoutedExperts", moe: "FusedMoEConfig") -> None:

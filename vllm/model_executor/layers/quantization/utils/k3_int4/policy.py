@@ -1,39 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-"""Whether Kimi-K3's experts are to become int4, by which rule, and every reason why they cannot.
+"""May int4 experts be used here, and if not, why: one pure function of facts, `decide`.
 
-Reads a configuration and asks the platform. It touches no weight, and without the flag it decides
-nothing: no platform, GPU or model is converted unless somebody asked for it.
+The engine asks it before it starts and again for every MoE layer, with what `facts` gathers;
+`kimi-k3 doctor` asks it with what it finds on a machine. It looks at nothing itself.
 """
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
 
-from mxfp4_int4.layouts import SCALE_RULES, ScaleRule
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.fused_moe import FusedMoEConfig
+from k3_checkpoint.formats import MXFP4_PACKED, Format
+from mxfp4_int4.definition import GROUP_SIZE
 
 FLAG = "--quantization-config.moe.weight int4_per_group_32"
-RULE_KEY = "kimi_k3_int4_scale_rule"
-RULE_VARIABLE = "VLLM_KIMI_K3_INT4_SCALE_RULE"
-DEFAULT_RULE: ScaleRule = "mse"
-
 ARCHITECTURES = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM", "KimiK3MTPModel")
-GROUP = 32
 # AITER reads the scales of two neighbouring groups along K as one word.
-GROUP_PAIR = 2 * GROUP
-# AITER's packed-int4 kernels. Stage 1 walks K = hidden in tiles of 256 or 128 and needs
-# 2 * intermediate % 256 == 0; stage 2 walks K = intermediate and writes hidden in tiles of 128.
-AITER_TILE = 128
+GROUP_PAIR = 2 * GROUP_SIZE
+AITER_ENTRY_MODULE = "aiter.ops.flydsl.kernels.moe_2stage_a16wmix"
+AITER_ENTRY = "flydsl_a16w4_gemm1"
 
-_spared: ContextVar[bool] = ContextVar("kimi_k3_int4_spared", default=False)
+_NEEDS_AITER = (
+    f"AITER with the packed-int4 MoE entry point {AITER_ENTRY_MODULE}.{AITER_ENTRY}(..., act=...) "
+    "and the activation Situv2"
+)
+_NEEDS_MACHINE = "a gfx942 GPU (MI300X, MI308X, MI325X) with AITER, or the CPU platform"
 
 
 @dataclass(frozen=True)
@@ -41,8 +32,8 @@ class Request:
     """What asks for int4 experts.
 
     Attributes:
-        what: as a refusal names it.
-        fallback: what to do where int4 experts cannot be, as a sentence without its end.
+        what: As a refusal names it.
+        fallback: What to do where int4 experts cannot be, as a sentence without its end.
     """
 
     what: str
@@ -55,12 +46,24 @@ BY_CHECKPOINT = Request(
 )
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """One reason: what was found, what is needed instead, and what to do."""
+
+    found: str
+    needed: str
+    remedy: str
+
+
 class Int4RefusedError(ValueError):
     """Int4 experts were asked for and cannot be. The message says what was found, what is needed
     and what to do."""
 
-    def __init__(self, found: str, needed: str, remedy: str, asked: Request = BY_FLAG) -> None:
-        super().__init__(f"{asked.what} is refused: found {found}; needed: {needed}. {remedy}")
+    def __init__(self, refusal: Refusal, asked: Request = BY_FLAG) -> None:
+        super().__init__(
+            f"{asked.what} is refused: found {refusal.found}; needed: {refusal.needed}. "
+            f"{refusal.remedy}"
+        )
 
 
 class Target(StrEnum):
@@ -70,251 +73,299 @@ class Target(StrEnum):
     GFX942 = "gfx942"
 
 
-def is_requested(vllm_config: "VllmConfig | None") -> bool:
-    """Tell whether the flag was given for the model of this configuration."""
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
+class Platform(StrEnum):
+    """What vLLM runs on, as far as it matters here."""
 
-    args = getattr(getattr(vllm_config, "model_config", None), "quantization_config", None)
-    weight = getattr(getattr(args, "moe", None), "weight", None)
-    return weight is not None and weight == kInt4Static32
-
-
-@contextmanager
-def spared() -> Iterator[None]:
-    """Within the context a layer is built that the user's ignore list keeps in MXFP4."""
-    token = _spared.set(True)
-    try:
-        yield
-    finally:
-        _spared.reset(token)
+    CPU = "CPU"
+    ROCM = "ROCm"
+    OTHER = "other"
 
 
-def is_spared() -> bool:
-    """Tell whether the layer that is being built keeps its MXFP4 weights."""
-    return _spared.get()
+@dataclass(frozen=True)
+class Aiter:
+    """What the installed AITER can do.
+
+    Attributes:
+        found: Whether there is one that vLLM can use.
+        fused_moe: Whether vLLM will use its fused MoE.
+        fault: Why it cannot compute SiTU with packed int4 weights; empty if it can, and where
+            nobody has looked.
+    """
+
+    found: bool
+    fused_moe: bool = False
+    fault: str = ""
 
 
-def is_ignored(vllm_config: "VllmConfig | None", layer: str) -> bool:
-    """Tell whether the ignore list beside the flag names this layer."""
-    if not is_requested(vllm_config):
+@dataclass(frozen=True)
+class Machine:
+    """Where experts would be computed.
+
+    Attributes:
+        platform: vLLM's.
+        name: Of the device, as a message shows it.
+        architecture: Of a ROCm GPU, such as ``gfx942``.
+        aiter: Asked for on gfx942 only.
+    """
+
+    platform: Platform
+    name: str = ""
+    architecture: str = ""
+    aiter: Aiter = Aiter(found=False)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model before it is built.
+
+    Attributes:
+        architecture: Name of its class. The rest is of Kimi-K3 only.
+        quantization: vLLM's name of its method; None for unquantized weights.
+        experts: Format of the routed experts where config.json describes packed int4 ones.
+        hidden_act: Activation of the experts.
+        dtype: Of activations.
+        activation_override: `moe.activation` beside the flag.
+        moe_layers: Names of the layers with routed experts; None where nobody has looked.
+        kept: Those among them that the ignore list beside the flag keeps in MXFP4.
+        ignore: That list.
+        unquantized: A name of experts in config.json's own ignore list, if there is one.
+    """
+
+    architecture: str | None
+    quantization: str | None = None
+    experts: Format | None = None
+    hidden_act: str = "situ"
+    dtype: str = "torch.bfloat16"
+    activation_override: str | None = None
+    moe_layers: tuple[str, ...] | None = None
+    kept: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    unquantized: str | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of routed experts on one rank, before it has weights.
+
+    Attributes:
+        activation: Its name.
+        betas: SiTU's two constants, by their names in config.json.
+        hidden: Hidden size (of the latent space where there is one), K of stage 1.
+        inner: Intermediate size per rank, K of stage 2.
+    """
+
+    activation: str
+    betas: Mapping[str, float | None]
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a decision stands on; what is None is not known yet and not judged.
+
+    Attributes:
+        asked: By what int4 experts are asked for, if at all.
+        machine: Where.
+        backend: ``--moe-backend``.
+        model: Before an engine starts.
+        layer: When a layer is built.
+    """
+
+    asked: Request | None
+    machine: Machine
+    backend: str = "auto"
+    model: Model | None = None
+    layer: Layer | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether this project's int4 experts are used.
+
+    Attributes:
+        asked: By what; None where nobody did.
+        target: Where they are computed; None where they are not used: not asked for, refused, or
+            upstream's own to serve.
+        refusals: Why they cannot be, all reasons.
+    """
+
+    asked: Request | None = None
+    target: Target | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+    def require(self) -> Target | None:
+        """Return the target, or raise.
+
+        Raises:
+            Int4RefusedError: There is a reason against it; the message has the first one.
+        """
+        if self.asked is not None and self.refusals:
+            raise Int4RefusedError(self.refusals[0], self.asked)
+        return self.target
+
+
+def decide(facts: Facts) -> Decision:
+    """Decide whether experts are int4 here."""
+    asked = facts.asked
+    if asked is None or (asked is BY_CHECKPOINT and _is_upstreams(facts.machine, facts.backend)):
+        return Decision(asked)
+    target = Target.CPU if facts.machine.platform is Platform.CPU else Target.GFX942
+    refusals: list[Refusal] = []
+    if facts.model is not None:
+        refusals += _of_model(facts.model, asked, target)
+    # A model that cannot have int4 experts anywhere: the machine is beside the point.
+    if not refusals:
+        refusals += _of_machine(facts.machine, asked, facts.backend)
+    if not refusals and facts.layer is not None:
+        refusals += _of_layer(facts.layer, asked)
+    return Decision(asked, None if refusals else target, tuple(refusals))
+
+
+def _is_upstreams(machine: Machine, backend: str) -> bool:
+    """Tell whether upstream serves a packed checkpoint, or refuses it itself."""
+    if machine.platform is Platform.CPU:
+        return backend not in ("auto", "cpu")
+    if machine.architecture == "gfx950" and backend == "flydsl":
         return False
-    from vllm.model_executor.layers.quantization.compressed_tensors.utils import (
-        should_ignore_layer,
-    )
-
-    ignore = vllm_config.model_config.quantization_config.ignore  # type: ignore[union-attr]
-    return bool(ignore) and should_ignore_layer(layer, ignore=ignore, use_fnmatch=True)
+    return machine.architecture != Target.GFX942 or backend not in ("auto", "aiter")
 
 
-def scale_rule(vllm_config: "VllmConfig") -> ScaleRule:
-    """Return the scale rule that `additional_config` or the environment asks for, "mse" by default.
-
-    Raises:
-        Int4RefusedError: The name is unknown, or the two ask for different rules.
-    """
-    additional = vllm_config.additional_config
-    found: dict[str, Any] = {
-        f"additional_config[{RULE_KEY!r}]": (
-            additional.get(RULE_KEY) if isinstance(additional, Mapping) else None
-        ),
-        RULE_VARIABLE: os.environ.get(RULE_VARIABLE),
-    }
-    asked = {place: rule for place, rule in found.items() if rule is not None}
-    for place, rule in asked.items():
-        if rule not in SCALE_RULES:
-            raise Int4RefusedError(
-                f"{place} = {rule!r}",
-                f"one of {', '.join(SCALE_RULES)}",
-                f'Leave it out for "{DEFAULT_RULE}", the more exact rule.',
+def _of_model(model: Model, asked: Request, target: Target) -> Iterator[Refusal]:
+    without = f"{asked.fallback}."
+    if asked is BY_CHECKPOINT:
+        if target is Target.CPU:
+            return
+        if model.dtype != "torch.bfloat16":
+            yield Refusal(
+                f"activations in {model.dtype}",
+                "bfloat16, the only ones that AITER's int4 kernels take",
+                "Leave --dtype out, or give bfloat16.",
             )
-    if len(set(asked.values())) > 1:
-        raise Int4RefusedError(
-            " but ".join(f"{place} = {rule!r}" for place, rule in asked.items()),
-            "one scale rule",
-            "Set one of the two.",
-        )
-    return next(iter(asked.values()), DEFAULT_RULE)
-
-
-def check_config(vllm_config: "VllmConfig") -> None:
-    """Refuse, before an engine starts, a flag that could not be honoured, whatever the model.
-
-    Without the flag, a checkpoint of packed int4 experts is looked at instead.
-
-    Args:
-        vllm_config: the scale rule is written to its `additional_config`, so that workers on other
-            hosts, with another environment, use the same one.
-
-    Raises:
-        Int4RefusedError: see docs/int4.md for all reasons.
-    """
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
-
-    if not is_requested(vllm_config):
-        checkpoint.check_config(vllm_config)
+        if model.experts is Format.MIXED:
+            yield Refusal(
+                "experts in MXFP4 beside those in int4",
+                "int4 throughout: gfx942 has no kernel for SiTU with MXFP4",
+                "Convert the checkpoint without --include and --exclude.",
+            )
         return
-    rule = scale_rule(vllm_config)
-    _check_model(vllm_config)
-    _check_ignore_list(vllm_config)
-    find_target()
-    if isinstance(vllm_config.additional_config, dict):
-        vllm_config.additional_config[RULE_KEY] = rule
-
-
-def _check_model(vllm_config: "VllmConfig") -> None:
-    from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint
-
-    model = vllm_config.model_config
-    architecture = model.architecture
-    without = "Start without the flag."
-    if architecture not in ARCHITECTURES:
-        raise Int4RefusedError(
-            f"the model {architecture}",
+    if model.architecture not in ARCHITECTURES:
+        yield Refusal(
+            f"the model {model.architecture}",
             f"Kimi-K3 ({', '.join(ARCHITECTURES)}), the only model whose experts it converts",
             without,
         )
-    if checkpoint.is_packed(model):
-        raise Int4RefusedError(
+        return
+    if model.experts in (Format.INT4, Format.MIXED):
+        yield Refusal(
             "a checkpoint whose experts are int4 already (pack-quantized, groups of 32)",
             "routed experts in MXFP4, which the flag converts",
-            f"{BY_FLAG.fallback}: the checkpoint is served as it is, with the scales it holds.",
+            f"{asked.fallback}: the checkpoint is served as it is, with the scales it holds.",
         )
+        return
     if model.quantization != "mxfp4":
-        found = model.quantization or "unquantized weights"
-        raise Int4RefusedError(
-            f"a checkpoint with {found}",
-            "routed experts in MXFP4 (format mxfp4-pack-quantized)",
+        yield Refusal(
+            f"a checkpoint with {model.quantization or 'unquantized weights'}",
+            f"routed experts in MXFP4 (format {MXFP4_PACKED})",
             f"There is nothing to convert. {without}",
         )
-    text = model.hf_text_config
-    if text.hidden_act != "situ":
-        raise Int4RefusedError(f"hidden_act {text.hidden_act!r}", "hidden_act 'situ'", without)
-    activation = model.quantization_config.moe.activation
-    if activation is not None:
-        raise Int4RefusedError(
-            f"a moe.activation override ({activation})",
+    if model.hidden_act != "situ":
+        yield Refusal(f"hidden_act {model.hidden_act!r}", "hidden_act 'situ'", without)
+    if model.activation_override is not None:
+        yield Refusal(
+            f"a moe.activation override ({model.activation_override})",
             "bfloat16 activations, the only ones that the int4 experts take",
             "Leave moe.activation out.",
         )
-
-
-def moe_layer_names(architecture: str, text: Any) -> list[str]:
-    """Names, inside the engine, of the routed experts of a Kimi-K3 text configuration."""
-    prefix = "language_model." if architecture == "KimiK3ForConditionalGeneration" else ""
-    return [
-        f"{prefix}model.layers.{layer}.block_sparse_moe.experts"
-        for layer in range(text.num_hidden_layers)
-        if layer >= text.first_k_dense_replace and layer % text.moe_layer_freq == 0
-    ]
-
-
-def _check_ignore_list(vllm_config: "VllmConfig") -> None:
-    model = vllm_config.model_config
-    names = moe_layer_names(model.architecture, model.hf_text_config)
-    if not names:
-        raise Int4RefusedError(
-            "a model without MoE layers", "at least one", "Start without the flag."
+    if model.unquantized is not None:
+        yield Refusal(
+            f"{model.unquantized} in config.json's ignore list, so that its weights are not "
+            "quantized",
+            "every routed expert in MXFP4",
+            f"Take config.json from the model's own repository. {without}",
         )
-    if all(is_ignored(vllm_config, name) for name in names):
-        raise Int4RefusedError(
-            f"an ignore list, {model.quantization_config.ignore}, that holds all {len(names)} MoE "
-            f"layers ({names[0]} to {names[-1]})",
+    layers = model.moe_layers
+    if layers == ():
+        yield Refusal("a model without MoE layers", "at least one", without)
+    elif layers is not None and model.kept == layers:
+        yield Refusal(
+            f"an ignore list, {list(model.ignore)}, that holds all {len(layers)} MoE layers "
+            f"({layers[0]} to {layers[-1]})",
             "at least one MoE layer to convert",
             "Name only the layers that are to stay in MXFP4, or start without the flag.",
         )
 
 
-def find_target() -> Target:
-    """Return where int4 experts will be computed on this machine.
-
-    Raises:
-        Int4RefusedError: Nowhere.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return Target.CPU
-    needed = "a gfx942 GPU (MI300X, MI308X, MI325X) with AITER, or the CPU platform"
-    if not current_platform.is_rocm():
-        raise Int4RefusedError(
-            f"the platform {current_platform.device_name}",
-            needed,
-            "Start without the flag: the experts are then served in MXFP4 where the platform can.",
+def _of_machine(machine: Machine, asked: Request, backend: str) -> Iterator[Refusal]:
+    if machine.platform is Platform.OTHER:
+        yield Refusal(
+            f"the platform {machine.name}",
+            _NEEDS_MACHINE,
+            f"{asked.fallback}: the experts are then served in MXFP4 where the platform can.",
         )
-    from vllm.platforms import rocm
-
-    if not rocm.on_gfx942():
-        raise Int4RefusedError(
-            f"the GPU {getattr(rocm, '_GCN_ARCH', 'of another architecture')}",
-            needed,
-            "Start without the flag: gfx950 computes MXFP4 itself, and int4 would only lose.",
+        return
+    if machine.architecture == "gfx950" and asked is BY_CHECKPOINT:
+        yield Refusal(
+            "--moe-backend flydsl",
+            "a kernel that computes SiTU: vLLM calls this one for SiLU, whatever the model wants",
+            "Leave --moe-backend out.",
         )
-    from vllm.model_executor.layers.quantization.utils.k3_int4.aiter import check_enabled
-
-    check_enabled()
-    return Target.GFX942
-
-
-def check_layer(moe: "FusedMoEConfig", target: Target, asked: Request = BY_FLAG) -> None:
-    """Refuse a MoE layer that the int4 experts cannot compute, before it has any weight.
-
-    Raises:
-        Int4RefusedError: Its activation, SiTU's constants, its kernel choice or its sizes.
-    """
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    if moe.activation != MoEActivation.SITU:
-        raise Int4RefusedError(
-            f"experts with the activation {moe.activation.value}",
-            "SiTU, Kimi-K3's activation",
-            f"{asked.fallback}.",
-            asked,
+        return
+    if machine.platform is Platform.ROCM:
+        if machine.architecture != Target.GFX942:
+            yield Refusal(
+                f"the GPU {machine.architecture}",
+                _NEEDS_MACHINE,
+                f"{asked.fallback}: gfx950 computes MXFP4 itself, and int4 would only lose.",
+            )
+            return
+        yield from _of_aiter(machine.aiter, asked)
+    backends = ("auto", "cpu" if machine.platform is Platform.CPU else "aiter")
+    if backend not in backends:
+        yield Refusal(
+            f"--moe-backend {backend}",
+            f"one of {', '.join(backends)}",
+            "Leave --moe-backend out.",
         )
-    for name in ("activation_situ_beta", "activation_situ_linear_beta"):
-        if getattr(moe, name) is None:
-            raise Int4RefusedError(
+
+
+def _of_aiter(aiter: Aiter, asked: Request) -> Iterator[Refusal]:
+    remedy = f"Install an AITER that has it, or {asked.fallback[0].lower()}{asked.fallback[1:]}."
+    if not aiter.found:
+        yield Refusal("no AITER in this environment", _NEEDS_AITER, remedy)
+    elif not aiter.fused_moe:
+        yield Refusal(
+            "AITER's fused MoE switched off",
+            "it is the only kernel for int4 experts on gfx942",
+            "Set VLLM_ROCM_USE_AITER=1 and VLLM_ROCM_USE_AITER_MOE=1.",
+        )
+    elif aiter.fault:
+        yield Refusal(aiter.fault, _NEEDS_AITER, remedy)
+
+
+def _of_layer(layer: Layer, asked: Request) -> Iterator[Refusal]:
+    instead = f"{asked.fallback}."
+    if layer.activation != "situ":
+        found = f"experts with the activation {layer.activation}"
+        yield Refusal(found, "SiTU, Kimi-K3's activation", instead)
+        return
+    for name, beta in layer.betas.items():
+        if beta is None:
+            yield Refusal(
                 f"no {name} in the model's config.json",
                 "both SiTU constants (Kimi-K3: 4.0 and 25.0)",
                 "Take config.json from the model's own repository.",
-                asked,
             )
-    backends = ("auto", "cpu" if target is Target.CPU else "aiter")
-    if moe.moe_backend not in backends:
-        raise Int4RefusedError(
-            f"--moe-backend {moe.moe_backend}",
-            f"one of {', '.join(backends)}",
-            "Leave --moe-backend out.",
-            asked,
-        )
-    inner, hidden = moe.intermediate_size_per_partition, moe.hidden_dim
-    if inner % GROUP:
-        raise Int4RefusedError(
-            f"an intermediate size of {inner} per rank",
-            f"a multiple of {GROUP}: a group of {GROUP} values has one scale and cannot be split",
+    if layer.inner % GROUP_SIZE:
+        yield Refusal(
+            f"an intermediate size of {layer.inner} per rank",
+            f"a multiple of {GROUP_SIZE}: a group of {GROUP_SIZE} values has one scale and cannot "
+            "be split",
             "Use fewer tensor-parallel ranks or --enable-expert-parallel.",
-            asked,
         )
-    if hidden % GROUP_PAIR:
-        raise Int4RefusedError(
-            f"a (latent) hidden size of {hidden}",
-            f"a multiple of {GROUP_PAIR}: the kernel reads two groups of {GROUP} at a time",
-            f"{asked.fallback}.",
-            asked,
+    if layer.hidden % GROUP_PAIR:
+        yield Refusal(
+            f"a (latent) hidden size of {layer.hidden}",
+            f"a multiple of {GROUP_PAIR}: the kernel reads two groups of {GROUP_SIZE} at a time",
+            instead,
         )
-
-
-def native_sizes(hidden: int, inner: int, target: Target) -> tuple[int, int] | None:
-    """Return the sizes of the weights where int4 experts need no other rounding, else None.
-
-    Kimi-K3's own 384 a rank at TP8 stays 384: rounded up to 512 it would cost a third more memory.
-
-    Args:
-        hidden: K of stage 1.
-        inner: intermediate size per rank, K of stage 2.
-        target: decides what the layout or the kernel needs.
-    """
-    if target is Target.CPU:
-        return hidden, -(-inner // GROUP_PAIR) * GROUP_PAIR
-    if hidden % AITER_TILE == 0 and inner % AITER_TILE == 0:
-        return hidden, inner
-    return None

@@ -7,16 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from k3_checkpoint.formats import Format
 from tests.models.kimi_k3.support.simulated_gpu.int4_support import packed_description
 from vllm.config.quantization import QuantizationConfigArgs
-from vllm.model_executor.layers.quantization.utils.k3_int4 import checkpoint, policy
+from vllm.model_executor.layers.quantization.utils.k3_int4 import expert_format, facts, policy
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import Int4RefusedError, Target
 
 
 def make_config(described=None, *, flag=None, inside_text=False, **changes):
     """What `check_config` reads of a configuration: a packed Kimi-K3 unless told otherwise."""
     described = packed_description() if described is None else described
-    text = SimpleNamespace(hidden_act="situ", num_hidden_layers=4)
+    text = SimpleNamespace(hidden_act="situ", num_hidden_layers=4, num_experts=2)
+    text.first_k_dense_replace, text.moe_layer_freq = 1, 1
     whole = SimpleNamespace() if inside_text else text
     text.quantization_config = described
     given = {"architecture": "KimiLinearForCausalLM", "dtype": torch.bfloat16} | changes
@@ -35,7 +37,8 @@ def make_config(described=None, *, flag=None, inside_text=False, **changes):
 
 @pytest.mark.parametrize("inside_text", [False, True])
 def test_a_packed_checkpoint_is_told_from_its_config(inside_text):
-    assert checkpoint.is_packed(make_config(inside_text=inside_text).model_config)
+    found = expert_format.declared_int4(make_config(inside_text=inside_text).model_config)
+    assert found is Format.INT4
 
 
 MXFP4 = {"targets": ["Linear"], "format": "mxfp4-pack-quantized"}
@@ -59,20 +62,20 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_anything_else_is_not(name):
-    assert not checkpoint.is_packed(make_config(OTHERS[name]).model_config)
+    assert expert_format.declared_int4(make_config(OTHERS[name]).model_config) is None
 
 
 @pytest.mark.parametrize("architecture", ["cpu", "gfx942", "gfx950", "cuda"])
 def test_a_packed_checkpoint_needs_no_flag(on_gpu, architecture):
     if architecture != "cpu":
         on_gpu(architecture, "new" if architecture == "gfx942" else None)
-    policy.check_config(make_config())
+    facts.check_config(make_config())
 
 
 def test_with_the_flag_it_is_refused():
     """Nothing can be converted, and a scale rule or ignore list beside the flag would be lost."""
     with pytest.raises(Int4RefusedError) as refused:
-        policy.check_config(make_config(flag="int4_per_group_32"))
+        facts.check_config(make_config(flag="int4_per_group_32"))
     message = str(refused.value)
     assert message.startswith(
         f"{policy.FLAG} is refused: found a checkpoint whose experts are int4"
@@ -91,7 +94,7 @@ def test_with_the_flag_it_is_refused():
 def test_refused_on_gfx942(on_gpu, gpu, changes, found):
     on_gpu("gfx942", **gpu)
     with pytest.raises(Int4RefusedError) as refused:
-        policy.check_config(make_config(**changes))
+        facts.check_config(make_config(**changes))
     message = str(refused.value)
     assert message.startswith("the checkpoint of packed int4 experts is refused: found ")
     assert found in message
@@ -101,10 +104,10 @@ def test_refused_on_gfx942(on_gpu, gpu, changes, found):
 def test_mxfp4_beside_int4_is_refused_on_gfx942_alone(on_gpu):
     mixed = packed_description()
     mixed["config_groups"]["group_1"] = MXFP4 | {"weights": {"num_bits": 4, "type": "float"}}
-    policy.check_config(make_config(mixed))
+    facts.check_config(make_config(mixed))
     on_gpu("gfx942")
     with pytest.raises(Int4RefusedError, match="without --include and --exclude"):
-        policy.check_config(make_config(mixed))
+        facts.check_config(make_config(mixed))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +129,16 @@ def test_targets(on_gpu, architecture, backend, target):
     """An explicit backend of upstream's is upstream's, and so is every other GPU."""
     if architecture != "cpu":
         on_gpu(architecture)
-    assert checkpoint.find_target(backend) is target
+    assert facts.find_packed_target(backend) is target
 
 
 def test_upstreams_backend_needs_no_aiter(on_gpu):
     on_gpu("gfx942", None)
-    policy.check_config(make_config(moe_backend="emulation"))
+    facts.check_config(make_config(moe_backend="emulation"))
 
 
 def test_a_kernel_that_would_compute_silu_is_refused(on_gpu):
     """`fused_flydsl_moe` names SiLU in its call of AITER, and upstream asks for no activation."""
     on_gpu("gfx950")
     with pytest.raises(Int4RefusedError, match="a kernel that computes SiTU"):
-        policy.check_config(make_config(moe_backend="flydsl"))
+        facts.check_config(make_config(moe_backend="flydsl"))
