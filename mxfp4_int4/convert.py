@@ -130,7 +130,7 @@ def _convert(
 
     stats = ConversionStats() if collect_stats else None
     buffers = out_weight, bits
-    with torch.cuda.device_of(weight):  # a kernel of Triton's runs on the current device
+    with torch.cuda.device(weight.get_device()):  # a kernel of Triton's runs on the current device
         if weight.numel() == 0:
             pass
         elif direct and not collect_stats:

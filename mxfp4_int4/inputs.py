@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .definition import GROUP_SIZE, OVERFLOW
+from .definition import GROUP_BYTES, GROUP_SIZE, OVERFLOW
 from .errors import ConversionDtypeError, ConversionInputError
 from .layouts import AITER_ROWS
 from .options import value_error
@@ -158,7 +158,7 @@ def check_values(
         if not len(rows):
             continue
         byte = scale[expert][rows, groups]
-        packed = weight[expert].unflatten(-1, (-1, GROUP_SIZE // 2))[rows, groups]
+        packed = weight[expert].reshape(*scale.shape[1:], GROUP_BYTES)[rows, groups]
         largest = torch.maximum(packed & 7, (packed >> 4) & 7).amax(-1)
         bad = byte == 255
         for value, code in OVERFLOW.items():

@@ -14,23 +14,10 @@ without these steps. This module rounds nothing and chooses nothing.
 
 import torch
 
-from .options import LAYOUTS, SCALE_RULES, Layout, ScaleRule
-
-__all__ = [
-    "AITER_ROWS",
-    "LAYOUTS",
-    "SCALE_RULES",
-    "Layout",
-    "ScaleRule",
-    "aligned",
-    "gather_scales",
-    "is_aligned",
-    "pack_codes",
-    "place_scales",
-    "scale_shape",
-    "unpack_codes",
-    "weight_spec",
-]
+from .options import LAYOUTS as LAYOUTS
+from .options import SCALE_RULES as SCALE_RULES
+from .options import Layout as Layout
+from .options import ScaleRule as ScaleRule
 
 AITER_ROWS = 16
 

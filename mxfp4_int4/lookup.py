@@ -9,11 +9,10 @@ a lane, and a second table gives the new codes. Sums are exact, so the decisions
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
-from .blocks import run_blocks
+from .blocks import run_blocks, scale_part, slabs
 from .definition import (
     ABSMAX_FLOOR_BITS,
     ABSMAX_FLOOR_BYTE,
@@ -21,17 +20,17 @@ from .definition import (
     CANDIDATES,
     FLOOR_BYTES,
     GROUP_BYTES,
+    GROUP_SIZE,
     KEY,
     MAGNITUDES,
 )
-from .layouts import aligned, place_scales
+from .layouts import AITER_ROWS, aligned, place_scales
 from .lookup_tables import BYTES, NORM, ROWS, WIDTH, code_table, sum_table
 
 # Lanes of a block: many, so that starting an operation costs little, yet so few in all threads
 # together that their working memory (about 300 bytes a group) stays under 48 MiB.
 BLOCK_GROUPS = 32768
 ALL_GROUPS = 131072
-Job = tuple[torch.Tensor, torch.Tensor, str, str, torch.Tensor, torch.Tensor]
 _NEGATIVE = sum((c < 0) << i for i, c in enumerate(CANDIDATES))
 
 
@@ -163,26 +162,19 @@ def convert_slab(
     scale buffer is int16 (bf16 bits). Blocks of rows run on torch.get_num_threads() threads."""
     e, n, g = scale.shape
     threads = torch.get_num_threads() if weight.device.type == "cpu" else 1
-    rows = max(16, min(BLOCK_GROUPS, ALL_GROUPS // threads) // g // 16 * 16)
-    jobs: list[Job] = []
-    for expert in range(e):
-        for start, end in pairwise([*range(0, n, rows), n]):
-            part = slice(start, end)
-            places = (slice(None), part) if layout == "aiter" else (part,)
-            jobs.append(
-                (
-                    weight[expert, part],
-                    scale[expert, part],
-                    layout,
-                    scale_rule,
-                    out_weight[expert, part],
-                    out_scale[expert][places],
-                )
-            )
+    groups = min(BLOCK_GROUPS, ALL_GROUPS // threads)
     code_table(scale_rule, layout), sum_table()  # once, rather than by every thread
 
-    def worker() -> Callable[[Job], None]:
-        buffers = Buffers(rows * g, layout, scale_rule, weight.device)
-        return lambda job: _convert_rows(*job, buffers)
+    def worker() -> Callable[[tuple[slice, slice]], None]:
+        buffers = Buffers(max(groups, AITER_ROWS * g), layout, scale_rule, weight.device)
+        return lambda part: _convert_rows(
+            weight[part][0],
+            scale[part][0],
+            layout,
+            scale_rule,
+            out_weight[part][0],
+            scale_part(out_scale, layout, *part)[0],
+            buffers,
+        )
 
-    run_blocks(jobs, threads, worker)
+    run_blocks(slabs((e, n, g * GROUP_SIZE), 1, groups * GROUP_BYTES), threads, worker)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-kimi-k3 project
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 """The conversion as one fused Triton kernel, for CUDA and ROCm (and Triton's interpreter).
 
 Reads packed e2m1 and e8m0 bytes, chooses the scale and writes codes and scales in their final
