@@ -178,10 +178,9 @@ def _read_headers(
     headers = {}
     for name in shards:
         file = folder / name
-        if file.exists() and not file.is_file():
-            problems.append(Problem(Kind.SHARD, name, "no regular file"))
-            continue
         try:
+            if file.exists() and not file.is_file():
+                raise HeaderError("no regular file")
             headers[name] = read_full_header(file)
         except FileNotFoundError:
             if file.is_symlink():
@@ -191,7 +190,8 @@ def _read_headers(
             else:
                 text = "not there, by the names of the other shards"
             problems.append(Problem(Kind.MISSING, name, text))
-        except (HeaderError, OSError) as error:
+        except (ValueError, OSError) as error:
+            # Not a HeaderError alone: an index can hold names that no file can have.
             problems.append(Problem(Kind.SHARD, name, str(error)))
     return headers
 

@@ -47,8 +47,10 @@ def find_folder(name: str) -> Path | None:
             f"{name!r}: expected a checkpoint's folder or a hub id such as moonshotai/Kimi-K3, "
             "found no such folder"
         )
-    from huggingface_hub import try_to_load_from_cache
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
     found = try_to_load_from_cache(name, CONFIG_NAME)
     return Path(found).parent if isinstance(found, str) else None
 
@@ -80,11 +82,14 @@ def read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         raise ValueError(f"expected a weight_map of tensors to shards, found {located!r}")
     if not isinstance(metadata, dict):
         raise ValueError(f"expected an object as metadata, found {metadata!r}")
-    for name in set(located.values()):
-        beside = isinstance(name, str) and Path(name).name == name
-        if not beside or not name.endswith(".safetensors"):
-            text = "expected names of files beside it that end in .safetensors"
-            raise ValueError(f"{text}, found {name!r}")
+    names = list(located.values())
+    odd = [name for name in names if not isinstance(name, str)] or [
+        name for name in set(names) if Path(name).name != name or not name.endswith(".safetensors")
+    ]
+    if odd:
+        raise ValueError(
+            f"expected names of files beside it that end in .safetensors, found {odd[0]!r}"
+        )
     return located, metadata
 
 

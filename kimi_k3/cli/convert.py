@@ -6,7 +6,6 @@ Parses and prints; the package `kimi_k3.convert` does the work. torch is importe
 """
 
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from kimi_k3.convert.results import DryRun, Result
 
 _T = TypeVar("_T")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ScaleRule(StrEnum):
@@ -140,23 +138,19 @@ def find_source(text: str) -> Path:
     Raises:
         ConversionFailed: Neither.
     """
+    from k3_checkpoint.files import NoSuchModelError, find_folder
     from kimi_k3.convert import ConversionFailed
 
-    folder = Path(text)
-    if folder.exists() or not _HUB_ID.fullmatch(text):
-        return folder
     try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(text, local_files_only=True))
-    except ImportError:
-        reason = "huggingface_hub is not installed"
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-    raise ConversionFailed(
-        f"{text}: expected a checkpoint's folder or a model in the local hub cache, found neither "
-        f"({reason}). Nothing is downloaded here: fetch it first, e.g. hf download {text}"
-    )
+        folder = find_folder(text)
+    except NoSuchModelError:
+        return Path(text)
+    if folder is None:
+        raise ConversionFailed(
+            f"{text}: expected a checkpoint's folder or a model in the local hub cache, found "
+            f"neither. Nothing is downloaded here: fetch it first, e.g. hf download {text}"
+        )
+    return folder
 
 
 def _work(folder: Path, destination: Path, options: "ConvertOptions") -> "Result":

@@ -93,6 +93,22 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     assert "or a hub id such as" in str(problem)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_an_index_of_names_that_no_file_can_have(folder, name):
+    edit_index(folder, lambda index: index["weight_map"].update(ghost=f"{name}.safetensors"))
+    (problem,) = Checkpoint.open(folder).problems
+    assert problem.kind in (Kind.SHARD, Kind.MISSING)
+    assert str(problem).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map":[]}', '{"weight_map":{"a":[]}}', "\xff", "[" * 10**5]
+)
+def test_an_index_that_is_none(folder, content):
+    (folder / INDEX_NAME).write_bytes(content.encode("latin-1"))
+    assert kinds(folder) == [(Kind.INDEX, INDEX_NAME)]
+
+
 @pytest.mark.parametrize(
     "text",
     [
