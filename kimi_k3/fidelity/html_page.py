@@ -7,7 +7,7 @@ Needs jinja2 (extra `report`). Layout, words and plots are in `templates`; numbe
 The plots are templates too, because matplotlib was tried and lost. Stripped of what the page has
 no use for, its SVG had 58, 11 and 6 KB where these have 35, 4 and 2 (Kimi-K3's heatmap, codes,
 scales). It draws in fixed colours where the page follows the reader's light or dark theme, and has
-no words for a mark that is pointed at; mending both takes a rewriting of its SVG by pattern. It adds
+no words for a mark that is pointed at; mending both means rewriting its SVG by pattern. It adds
 1.3 s of import and 80 MB of packages.
 """
 
