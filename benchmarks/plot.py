@@ -27,7 +27,15 @@ from matplotlib.figure import Figure  # noqa: E402
 BLUE, GREY = "#2a6fbb", "#9aa3ad"
 
 
-def bars(axes: Axes, rows: list[tuple[str, float, float, float, bool]], unit: str) -> None:
+Row = tuple[str, float, float, float, bool]
+
+
+def timed(name: str, found: dict[str, float], ours: bool, unit: float = 1.0) -> Row:
+    """A row of `bars` in parts of a second."""
+    return name, unit * found["median"], unit * found["low"], unit * found["high"], ours
+
+
+def bars(axes: Axes, title: str, unit: str, rows: list[Row]) -> None:
     """Horizontal bars of (name, median, low, high, whether it is ours), the first on top."""
     places = range(len(rows))
     middle = [row[1] for row in rows]
@@ -39,6 +47,7 @@ def bars(axes: Axes, rows: list[tuple[str, float, float, float, bool]], unit: st
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(unit)
+    axes.set_title(title, loc="left")
     most = max(row[3] for row in rows)
     for place, row in zip(places, rows, strict=True):
         text = f"{row[1]:,.0f}" if row[1] >= 100 else f"{row[1]:.3g}"
@@ -56,54 +65,39 @@ def convert(found: dict[str, Any], figure: Figure) -> None:
             low, high = row["quartiles"]
             rates = [one["packed_bytes"] / s / 1e9 for s in (row["seconds"], high, low)]
             rows.append((variant, *rates, variant not in ("copy", "recipe")))
-        bars(axes, rows, "GB/s of packed MXFP4")
-        axes.set_title(f"{name} {', '.join(map(str, one['shape']))}", loc="left")
+        bars(axes, f"{name} {', '.join(map(str, one['shape']))}", "GB/s of packed MXFP4", rows)
 
 
 def convert_layers(found: dict[str, Any], figure: Figure) -> None:
     """Milliseconds a layer of many in a row."""
-    rows = [
-        (variant, *(1e3 * one[k] for k in ("median", "low", "high")), variant != "copy")
-        for variant, one in found["results"].items()
-    ]
-    axes = figure.subplots()
-    bars(axes, rows, "milliseconds a layer")
-    axes.set_title("Layers one after another", loc="left")
+    rows = [timed(name, one, name != "copy", 1e3) for name, one in found["results"].items()]
+    bars(figure.subplots(), "Layers one after another", "milliseconds a layer", rows)
 
 
 def load(found: dict[str, Any], figure: Figure) -> None:
     """CPU seconds of streaming the same tensors."""
-    rows = [
-        (variant, one["median"], one["low"], one["high"], variant == "overlay")
-        for variant, one in found["results"]["variants"].items()
-    ]
-    axes = figure.subplots()
-    bars(axes, rows, "CPU seconds")
-    axes.set_title(f"{found['results']['tensors']:,} tensors through vLLM's loaders", loc="left")
+    results = found["results"]
+    rows = [timed(name, one, name == "overlay") for name, one in results["variants"].items()]
+    title = f"{results['tensors']:,} tensors through vLLM's loaders"
+    bars(figure.subplots(), title, "CPU seconds", rows)
 
 
 def kda_cpu(found: dict[str, Any], figure: Figure) -> None:
     """Milliseconds of a KDA prefill, both forms."""
     rows = [
-        (f"{form}, {tokens} tokens", *(1e3 * one[form][k] for k in ("median", "low", "high")), ours)
+        timed(f"{form}, {tokens} tokens", one[form], form == "chunked", 1e3)
         for tokens, one in found["results"].items()
-        for form, ours in (("recurrence", False), ("chunked", True))
+        for form in ("recurrence", "chunked")
     ]
-    axes = figure.subplots()
-    bars(axes, rows, "milliseconds")
-    axes.set_title("KDA prefill on a CPU", loc="left")
+    bars(figure.subplots(), "KDA prefill on a CPU", "milliseconds", rows)
 
 
 def serve_cpu(found: dict[str, Any], figure: Figure) -> None:
     """Seconds of a prefill and of a decode, both kinds of experts."""
-    panels = figure.subplots(1, 2)
-    for axes, what in zip(panels, ("prefill", "decode"), strict=True):
-        rows = [
-            (kind, *(found["results"][kind][what][k] for k in ("median", "low", "high")), ours)
-            for kind, ours in (("mxfp4", False), ("int4", True))
-        ]
-        bars(axes, rows, "seconds")
-        axes.set_title(what, loc="left")
+    results = found["results"]
+    for axes, what in zip(figure.subplots(1, 2), ("prefill", "decode"), strict=True):
+        rows = [timed(kind, results[kind][what], kind == "int4") for kind in ("mxfp4", "int4")]
+        bars(axes, what, "seconds", rows)
 
 
 KINDS: dict[str, tuple[Callable[[dict[str, Any], Figure], None], Callable[[Any], float]]] = {

@@ -162,25 +162,13 @@ def parse_layers(text: str) -> frozenset[int]:
 def _compare(destination: Path, choice: "Choice") -> "Comparison":
     """Compare, with a bar of progress on a terminal."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from kimi_k3.fidelity.comparison import compare
 
     console = Console(stderr=True)
-    with Progress(
-        TextColumn("comparing matrices"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
+    columns = "comparing matrices", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("matrices", total=None)
         return compare(
             destination,

@@ -17,8 +17,9 @@ import torch
 
 from kimi_k3.fidelity.figures import EXPONENTS, SIGNS, Figures, Group, worst
 from kimi_k3.fidelity.files import Matrix
+from mxfp4_int4 import dequant, naive
+from mxfp4_int4.definition import GROUP_SIZE
 
-GROUP = 32
 # A byte of two codes that are zero, each stored plus 8.
 ZERO_CODES = 0x88
 # Values in work at a time: a few MB of intermediates, which stay in a core's cache.
@@ -31,15 +32,12 @@ BLOCKS = 8
 
 def sampled_rows(rows: int, share: float) -> list[tuple[int, int]]:
     """Return (first row, count) of evenly spread blocks that hold about a share of all rows."""
-    if share >= 1:
-        return [(0, rows)] if rows else []
-    wanted = max(1, round(rows * share)) if rows else 0
-    blocks = min(BLOCKS, wanted)
-    parts = []
-    for block in range(blocks):
-        first, count = block * rows // blocks, wanted // blocks + (block < wanted % blocks)
-        parts.append((first, count))
-    return parts
+    wanted = min(rows, max(1, round(rows * share)))
+    blocks = 1 if wanted == rows > 0 else min(BLOCKS, wanted)
+    return [
+        (block * rows // blocks, wanted // blocks + (block < wanted % blocks))
+        for block in range(blocks)
+    ]
 
 
 def measure_all(
@@ -50,8 +48,6 @@ def measure_all(
     Many small operations on torch's own threads would take twenty times as long where other
     programs have the cores: every one of them waits for every thread.
     """
-    # Before there are threads: the package must not be imported by two of them at once.
-    _tables()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -89,6 +85,7 @@ def measure_matrix(matrix: Matrix, share: float, keep: int) -> tuple[Figures, li
 
 
 def _pieces(matrix: Matrix, share: float) -> Iterator[tuple[int, int]]:
+    """Yield (first row, count) of what is in work at a time."""
     step = max(1, PIECE // max(1, matrix.columns))
     for first, count in sampled_rows(matrix.rows, share) if matrix.columns else ():
         for start in range(first, first + count, step):
@@ -110,8 +107,6 @@ def _tables() -> tuple[torch.Tensor, ...]:
 
     Two float32 lie in one float64, because torch copies single elements fastest.
     """
-    from mxfp4_int4 import dequant, naive
-
     every = torch.arange(256, dtype=torch.uint8)
     halves = naive.unpack_values(every[:, None]).view(256, 2).float()
     codes = torch.stack([every & 15, every >> 4], dim=1).float() - 8
@@ -121,7 +116,7 @@ def _tables() -> tuple[torch.Tensor, ...]:
 
 def _groups(table: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return the float32 values [G, 32] of bytes with two each."""
-    return torch.index_select(table, 0, data.int()).view(torch.float32).view(-1, GROUP)
+    return torch.index_select(table, 0, data.int()).view(torch.float32).view(-1, GROUP_SIZE)
 
 
 def _compare(
@@ -143,7 +138,7 @@ def _compare(
     squares, squared = source.square_().sum(-1), difference.square_().sum(-1)
     sound = squared.isfinite() & unit.isfinite()
     zero = squares == 0
-    unused = (words.view(-1, GROUP // 2) == ZERO_CODES).all(-1)
+    unused = (words.view(-1, GROUP_SIZE // 2) == ZERO_CODES).all(-1)
     relative = torch.where(zero & (squared == 0), 0.0, squared.double() / squares.double())
     relative[~sound] = torch.inf
     weight = unit[sound].square()
@@ -165,7 +160,7 @@ def _worst_of(
     matrix: Matrix, first_row: int, error: torch.Tensor, bits: torch.Tensor, keep: int
 ) -> list[Group]:
     values, places = torch.topk(error, min(keep, len(error)))
-    in_row = matrix.columns // GROUP
+    in_row = matrix.columns // GROUP_SIZE
     scales = bits.view(torch.bfloat16)
     return [
         Group(value, matrix.name, first_row + place // in_row, place % in_row, float(scales[place]))
