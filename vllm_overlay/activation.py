@@ -151,8 +151,8 @@ def _lay() -> Tree:
         if _tree is None:
             tree = compare_installed()
             for name in tree.lost:
-                # Python's own mark of a module that cannot be imported. Its file may lie in a folder
-                # that is appended to a package's path for the new modules there.
+                # Python's own mark of a module that cannot be imported. Its file may lie in a
+                # folder that is appended to a package's path for the new modules there.
                 sys.modules.setdefault(name, None)  # type: ignore[arg-type]
             _when_imported(_on_subject, SUBJECT)
             for package, folder in tree.extended.items():
