@@ -37,8 +37,9 @@ logger = logging.getLogger("vllm.overlay")
 _DISTRIBUTION = "vllm-kimi-k3"
 # Left in an amended module's namespace: the file that amended it.
 _MARK = "__vllm_overlay__"
-# Set in the head of an amendment that only diagnoses: where it does not fit, it stands down.
-_DIAGNOSTIC = "OVERLAY_DIAGNOSTIC"
+# Set in the head of an amendment whose lack makes nothing wrong: where it does not fit, it stands
+# down with a warning.
+_OPTIONAL = "OVERLAY_OPTIONAL"
 
 _lock = threading.RLock()
 _tree: Tree | None = None
@@ -151,8 +152,8 @@ def _lay() -> Tree:
         if _tree is None:
             tree = compare_installed()
             for name in tree.lost:
-                # Python's own mark of a module that cannot be imported. Its file may lie in a folder
-                # that is appended to a package's path for the new modules there.
+                # Python's own mark of a module that cannot be imported. Its file may lie in a
+                # folder that is appended to a package's path for the new modules there.
                 sys.modules.setdefault(name, None)  # type: ignore[arg-type]
             _when_imported(_on_subject, SUBJECT)
             for package, folder in tree.extended.items():
@@ -262,11 +263,11 @@ def _run(name: str, file: Path, namespace: dict[str, Any]) -> Outcome:
         # Its own file name, so that tracebacks, breakpoints and coverage point at the amendment.
         exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), namespace)
     except Exception as error:
-        diagnostic = namespace.get(_DIAGNOSTIC, False)
+        optional = namespace.get(_OPTIONAL, False)
         undo()
         if isinstance(error, StandDown):
             logger.log(error.level, "%s: stood down: %s", name, error)
-        elif diagnostic:
+        elif optional:
             logger.warning("%s: stood down: %s", name, error)
         else:
             _refusals[name] = error

@@ -3,7 +3,9 @@
 """The compatibility check that opens every amendment.
 
 An amendment asks here for each upstream name that it relies on, before it changes the first one. It
-either gets the object or ends with an error that says what the installed vLLM lacks.
+either gets the object or ends with an error that says what the installed vLLM lacks. The error
+refuses the package that the tree is for; but an amendment that diagnoses or speeds up sets
+``OVERLAY_OPTIONAL = True`` before its first check, and then stands down with a warning instead.
 """
 
 import importlib

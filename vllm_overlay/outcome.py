@@ -11,7 +11,7 @@ class State(enum.Enum):
 
     WAITING = "waiting"  # its module has not been imported yet
     AMENDED = "amended"
-    STOOD_DOWN = "stood down"  # upstream needs no change, or a diagnostic does not fit it
+    STOOD_DOWN = "stood down"  # upstream needs no change, or an optional one does not fit
     LOST_TARGET = "lost its target"  # upstream no longer has the module that it amends
     REFUSED = "refused"  # the installed vLLM is not the one it was written for
 

@@ -207,8 +207,8 @@ def test_a_refusal_after_the_subject_was_imported_fails_at_once(subject):
 
 
 @pytest.mark.parametrize(("body", "error"), FAILURES[:3])
-def test_a_diagnostic_stands_down_with_one_warning(subject, body, error):
-    subject.overlay({"a/b.py": f"OVERLAY_DIAGNOSTIC = True\nvalue = 'half'\n{body}\n"})
+def test_an_optional_amendment_stands_down_with_one_warning(subject, body, error):
+    subject.overlay({"a/b.py": f"OVERLAY_OPTIONAL = True\nvalue = 'half'\n{body}\n"})
     code = """
     import logging, sys
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s")

@@ -24,7 +24,9 @@ def test_every_tensor_in_natural_order(tmp_path):
         save_file(shard, tmp_path / f"model-{i}.safetensors")
         expected |= shard
     files = [str(tmp_path / f"model-{i}.safetensors") for i in (10, 2, 1)]
-    found = {n: t.clone() for n, t in fastsafetensors_weights_iterator(files, False)}
+    # Also with an option that upstream may add.
+    weights = fastsafetensors_weights_iterator(files, False, queue_size=0)
+    found = {n: t.clone() for n, t in weights}
     assert [n.split(".")[0] for n in found] == ["1"] * 3 + ["2"] * 3 + ["10"] * 3
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

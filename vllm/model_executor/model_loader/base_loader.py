@@ -20,9 +20,9 @@ from wrapt import patch_function_wrapper
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm_overlay import require, stand_down
 
-OVERLAY_DIAGNOSTIC = True
+OVERLAY_OPTIONAL = True
 
-if not getattr(layerwise, "OVERLAY_DIAGNOSTIC", False):
+if not getattr(layerwise, "OVERLAY_OPTIONAL", False):
     stand_down("layerwise loading keeps no account", expected=True)
 
 require(

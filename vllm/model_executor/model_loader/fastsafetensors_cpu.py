@@ -13,14 +13,13 @@ import torch
 
 
 def iterate(
-    hf_weights_files: list[str], use_tqdm_on_load: bool, **options: object
+    hf_weights_files: list[str], use_tqdm_on_load: bool, *_: object, **__: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the given shards.
+    """Yield every tensor of the given shards; further options of upstream's steer a GPU's queue.
 
     Args:
         hf_weights_files: paths; they are read in natural order.
         use_tqdm_on_load: show a progress bar.
-        **options: whatever else upstream's function takes; it steers transfers to a GPU.
 
     Yields:
         Name and tensor. A tensor lies in the shard's buffer and is gone when the next shard comes.

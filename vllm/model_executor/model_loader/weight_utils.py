@@ -17,6 +17,8 @@ from wrapt import patch_function_wrapper
 
 from vllm_overlay import require
 
+OVERLAY_OPTIONAL = True
+
 require(
     f"{__name__}:fastsafetensors_weights_iterator",
     parameters=("hf_weights_files", "use_tqdm_on_load"),

@@ -22,7 +22,7 @@ from wrapt import patch_function_wrapper
 from vllm.model_executor.model_loader.expert_index import note_names
 from vllm_overlay import require
 
-OVERLAY_DIAGNOSTIC = True
+OVERLAY_OPTIONAL = True
 
 require(
     f"{__name__}:AutoWeightsLoader._load_module",

@@ -40,7 +40,6 @@ from vllm.model_executor.model_loader.reload.summary import (
     table,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
-
 from vllm_overlay import require
 
 get_layerwise_info = require("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info")

@@ -23,7 +23,7 @@ from wrapt import wrap_function_wrapper
 
 from vllm_overlay import require
 
-OVERLAY_DIAGNOSTIC = True
+OVERLAY_OPTIONAL = True
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 require(

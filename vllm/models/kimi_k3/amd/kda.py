@@ -4,7 +4,8 @@
 
 Ledger
     What: `_KimiGDNMergedColumnParallelLinear`, the name through which `KimiK3DeltaAttention` builds
-        its merged projection, becomes `_PaddedKimiGDNMergedColumnParallelLinear`.
+        its merged projection, becomes `_PaddedKimiGDNMergedColumnParallelLinear`, and its
+        `__init__` accepts formats without a parameter `weight`.
     Why: the projection is padded to a multiple of 16 rows with alignment rows that are in no
         checkpoint. Layerwise loading counts them, so the layer never completes, every source tensor
         stays on the GPU until the end of the load (0.66 GiB a layer, 45.5 GiB at TP8), and the

@@ -19,6 +19,7 @@ if not current_platform.is_cpu():
 require(
     f"{__name__}:prepare_chunk_metadata_device",
     parameters=("cu_seqlens", "cu_seqlens_cpu", "chunk_size"),
+    exact=True,
 )
 require(
     f"{__name__}:KimiK3ROCmKDAMetadataBuilder._build_chunk_metadata",

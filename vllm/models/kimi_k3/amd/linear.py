@@ -40,6 +40,7 @@ require(
         "output_norm_eps",
         "quant_dtype",
     ),
+    exact=True,
 )
 require(f"{__name__}:_apply_attn_res", uses=("attn_res", "weight"))
 require(

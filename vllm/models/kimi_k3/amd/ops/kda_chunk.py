@@ -17,7 +17,7 @@ from vllm_overlay import require, stand_down
 if not current_platform.is_cpu():
     stand_down("the platform is not the CPU", expected=True)
 
-require(f"{__name__}:is_fused_kda_chunk_supported", parameters=())
+require(f"{__name__}:is_fused_kda_chunk_supported", parameters=(), exact=True)
 
 
 def is_fused_kda_chunk_supported() -> bool:
