@@ -45,7 +45,7 @@ class InterpretedKernel:
     ) -> None:
         same = out_weight.data_ptr() == weight.data_ptr()
         sent = [t.numpy() for t in (weight, scale, out_weight, out_scale)]
-        guard = 0 if unless is None else int(unless)
+        guard = None if unless is None else int(unless)
         options = layout, scale_rule, same, self._as_launched, guard
         new_weight, new_scale = self._ask("convert", *sent, *options)
         out_weight.copy_(torch.from_numpy(new_weight))
@@ -95,7 +95,7 @@ def serve(permute: str) -> None:
             weight, scale, out_weight, out_scale = (torch.from_numpy(a.copy()) for a in arrays)
             if same:
                 out_weight = weight.view(out_weight.dtype)
-            unless = torch.tensor([guard], dtype=torch.int32)
+            unless = None if guard is None else torch.tensor([guard], dtype=torch.int32)
             triton_kernel.convert_slab(
                 weight, scale, layout, scale_rule, out_weight, out_scale, unless
             )
