@@ -13,6 +13,8 @@ Ledger
     Remove when: the amendments of `layers.fused_moe.routed_experts` and `reload.layerwise` are.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.model_executor.model_loader.expert_index import note_names
@@ -25,8 +27,8 @@ require(
 
 
 @patch_function_wrapper(__name__, "AutoWeightsLoader._load_module")
-def _look_on(wrapped, instance, args, kwargs):
-    def load(base_prefix, module, weights):
+def _look_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def load(base_prefix: str, module: Any, weights: Any) -> Any:
         # The loader calls a module's own method unless the module is the one it was made for.
         if module is not instance.module and callable(getattr(module, "load_weights", None)):
             weights = note_names(weights)
