@@ -13,6 +13,8 @@ Ledger
     Remove when: upstream refuses the flag at start-up wherever it has no effect.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm_overlay import require
@@ -22,7 +24,7 @@ require(f"{__name__}:VllmConfig.__post_init__", uses=("try_verify_and_update_con
 
 
 @patch_function_wrapper(__name__, "VllmConfig.try_verify_and_update_config")
-def _check_int4(wrapped, instance, args, kwargs):
+def _check_int4(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.model_executor.layers.quantization.utils.k3_int4 import facts
 
     facts.check_config(instance)

@@ -14,6 +14,8 @@ Ledger
     Remove when: upstream's map has the entry and its class defines `verify_and_update_config`.
 """
 
+from typing import Any
+
 from vllm_overlay import require
 
 _map = require(f"{__name__}:MODELS_CONFIG_MAP")
@@ -25,7 +27,7 @@ require(
 require(f"{__name__}:VerifyAndUpdateConfig.verify_and_update_config", parameters=("vllm_config",))
 
 
-def _verify_and_update_config(cls, vllm_config) -> None:
+def _verify_and_update_config(cls: Any, vllm_config: Any) -> None:
     """On the CPU platform, settle what Kimi-K3 can do there before sizes are derived from it."""
     from vllm.platforms import current_platform
 

@@ -15,6 +15,8 @@ Ledger
     Remove when: with two pages a block, `_zero_block_ids([1])` zeroes pages 2 and 3 of upstream.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -28,7 +30,7 @@ require(
 require("vllm.v1.kv_cache_interface:KVCacheConfig")
 
 
-def _pages_per_block(runner) -> int:
+def _pages_per_block(runner: Any) -> int:
     """How many kernel pages one block of the manager has in the attention caches of ``runner``."""
     context = runner.compilation_config.static_forward_context
     found = {
@@ -47,7 +49,7 @@ def _pages_per_block(runner) -> int:
 
 
 @patch_function_wrapper(__name__, "CPUModelRunner._zero_block_ids")
-def _zero_pages(wrapped, instance, args, kwargs):
+def _zero_pages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     (block_ids,) = args or kwargs.values()
     pages = _pages_per_block(instance)
     return wrapped([block * pages + page for block in block_ids for page in range(pages)])

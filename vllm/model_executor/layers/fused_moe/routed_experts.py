@@ -12,6 +12,8 @@ Ledger
     Remove when: `KimiLinearModel.load_weights` no longer scans the mapping.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.model_executor.model_loader.expert_index import IndexedMapping
@@ -32,5 +34,5 @@ require(
 
 
 @patch_function_wrapper(__name__, "RoutedExperts.make_expert_params_mapping")
-def _indexed(wrapped, instance, args, kwargs):
+def _indexed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return IndexedMapping(wrapped(*args, **kwargs))

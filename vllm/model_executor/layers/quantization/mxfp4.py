@@ -23,6 +23,7 @@ Ledger
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from wrapt import patch_function_wrapper
@@ -67,13 +68,13 @@ require("vllm.config:get_current_vllm_config_or_none", parameters=())
 
 
 @patch_function_wrapper(__name__, "_moe_weight_override_is_int4")
-def _by_flag(wrapped, instance, args, kwargs):
+def _by_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs) and facts.current_request() is policy.BY_FLAG
 
 
 @patch_function_wrapper(__name__, "Mxfp4Config.get_quant_method")
-def _spare_ignored(wrapped, instance, args, kwargs):
-    def build(layer, prefix, *more, **options):
+def _spare_ignored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def build(layer: Any, prefix: str, *more: Any, **options: Any) -> Any:
         spare = isinstance(layer, _routed_experts) and facts.is_spared(prefix)
         with facts.building(None) if spare else nullcontext():
             return wrapped(layer, prefix, *more, **options)
@@ -82,7 +83,7 @@ def _spare_ignored(wrapped, instance, args, kwargs):
 
 
 @patch_function_wrapper(__name__, "select_deepseek_v4_mxfp4_moe_backend")
-def _select_int4(wrapped, instance, args, kwargs):
+def _select_int4(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if facts.current_request() is None:
         return wrapped(*args, **kwargs)
     if not current_platform.is_cpu():
@@ -93,7 +94,7 @@ def _select_int4(wrapped, instance, args, kwargs):
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod.__init__")
-def _refuse_or_select(wrapped, instance, args, kwargs):
+def _refuse_or_select(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     asked = facts.current_request()
     if asked is None:
         return wrapped(*args, **kwargs)
@@ -106,7 +107,7 @@ def _refuse_or_select(wrapped, instance, args, kwargs):
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod.maybe_roundup_sizes")
-def _keep_group_pairs(wrapped, instance, args, kwargs):
+def _keep_group_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     hidden, inner = wrapped(*args, **kwargs)
     if instance.is_k3_situ_int4_gfx942:
         inner = -(-inner // policy.GROUP_PAIR) * policy.GROUP_PAIR
@@ -114,7 +115,7 @@ def _keep_group_pairs(wrapped, instance, args, kwargs):
 
 
 @patch_function_wrapper(__name__, "Mxfp4MoEMethod._setup_kernel_k3_situ_gfx942")
-def _convert_in_place(wrapped, instance, args, kwargs):
+def _convert_in_place(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     load.set_up_kernel(instance, *args, on_cpu=instance.mxfp4_backend == _cpu_backend, **kwargs)
 
 
@@ -122,7 +123,7 @@ if current_platform.is_cpu():
     _upstream_dtypes = _config.get_supported_act_dtypes.__func__
     _cpu_dtypes = [torch.bfloat16, torch.float32, torch.float16]
 
-    def _get_supported_act_dtypes(cls) -> list[torch.dtype]:
+    def _get_supported_act_dtypes(cls: Any) -> list[torch.dtype]:
         """Activation dtypes of the torch experts; other checkpoint formats keep upstream's list."""
         return list(_cpu_dtypes) if cls is _config else _upstream_dtypes(cls)
 

@@ -47,7 +47,6 @@ def attn_res(
 
     Raises:
         NotImplementedError: a quantized output was asked for.
-
     """
     if quant_dtype is not None:
         raise NotImplementedError(

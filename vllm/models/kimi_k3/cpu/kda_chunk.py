@@ -45,7 +45,6 @@ def chunk_kda(
 
     Returns:
         The output ``[T, H, V]`` and the final state ``[H, V, K]``, float32.
-
     """
     tokens, heads, _ = q.shape
     q, k, v, g = (_to_chunks(x) for x in (q, k, v, g))
@@ -115,9 +114,8 @@ def _decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         to_middle: ``[H, chunks, 64, K]`` float32, ``exp(G_middle - G_i)`` in the token's block.
         middle: ``[H, chunks, 4, K]`` float64, ``G`` at each block's middle.
         end: ``[H, chunks, 1, K]`` float64, ``G`` at the chunk's end.
-
     """
-    blocks = g.unflatten(-2, (CHUNK // BLOCK, BLOCK))
+    blocks = torch.unflatten(g, -2, (CHUNK // BLOCK, BLOCK))
     within = blocks.cumsum(dim=-2, dtype=torch.float64)
     at_middle = within[..., BLOCK // 2 - 1, :]
     to_middle = torch.sub(at_middle.unsqueeze(-2), within).float().exp_().flatten(-3, -2)
@@ -140,7 +138,6 @@ def _pair_products(
     Returns:
         ``sum_c k_ic k_jc e^{G_ic - G_jc}`` and the same with ``q_i``, each
         ``[H, chunks, 64, 64]``. Entries above the diagonal are of no meaning.
-
     """
     kk = q_left.new_zeros(*q_left.shape[:-1], CHUNK)
     qk = torch.zeros_like(kk)

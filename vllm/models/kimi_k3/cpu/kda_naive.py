@@ -28,7 +28,6 @@ def kda_gate(
     Returns:
         ``[..., H, K]`` float32, never positive: ``lower_bound * sigmoid(exp(A_log) * x)`` with a
         bound and ``-exp(A_log) * softplus(x)`` without, where ``x = raw_g + dt_bias``.
-
     """
     x = raw_g.float()
     if dt_bias is not None:
@@ -69,7 +68,6 @@ def naive_kda(
     Returns:
         The output ``[T, H, V]`` and the state ``[H, V, K]`` after the last token, in the dtype
         of ``state`` (the tests also run this in float64).
-
     """
     state = state.clone()
     out = torch.empty(v.shape, dtype=state.dtype, device=v.device)

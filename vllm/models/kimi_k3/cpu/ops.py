@@ -5,6 +5,19 @@
 Each function here has the name and the parameters of a Triton entry point of upstream's
 `amd/ops`. It prepares raw projections, picks rows of the state cache and calls the chunked or the
 token-by-token form. It never serves speculative tokens or prefill checkpoints and says so.
+
+Arguments of one name mean the same in all of them, for T tokens (in decoding: N requests):
+
+    q, k           ``[1, T, H, K]``
+    v              ``[1, T, H, V]``
+    raw_g          ``[1, T, H, K]``, before the gate's activation
+    raw_beta       ``[1, T, H]``, before the sigmoid
+    A_log          ``[H]`` float32
+    g_bias         ``[H * K]`` float32, or None; also dt_bias
+    lower_bound    of the log decay
+    scale          of the queries; ``K ** -0.5`` when None
+    initial_state  in decoding the cache ``[rows, H, V, K]``, updated in place; row 0 is nobody's
+    out            ``[1, T, H, V]`` to write into, or None
 """
 
 from itertools import pairwise
@@ -47,26 +60,12 @@ def chunk_kda_prefill(
     """Prefill N sequences that lie one after another.
 
     Args:
-        q: ``[1, T, H, K]``.
-        k: ``[1, T, H, K]``.
-        v: ``[1, T, H, V]``.
-        raw_g: ``[1, T, H, K]``, before the gate's activation.
-        raw_beta: ``[1, T, H]``, before the sigmoid.
-        A_log: ``[H]`` float32.
-        g_bias: ``[H * K]`` float32, or None.
-        scale: of the queries; ``K ** -0.5`` when None.
         initial_state: ``[N, H, V, K]``, or None for zeros; without ``state_cache`` only.
         output_final_state: return the final states; without ``state_cache`` only.
-        lower_bound: of the log decay.
         use_qk_l2norm_in_kernel: normalize q and k here.
         cu_seqlens: ``[N + 1]``, token offsets; None means one sequence.
-        chunk_indices: not needed here.
-        chunk_offsets: not needed here.
         use_fused_chunk: must be False, there is no fused kernel on a CPU.
-        out: ``[1, T, H, V]`` to write into, or None.
-        checkpoint_state: not served.
         checkpoint_offsets: must be None.
-        checkpoint_state_indices: not served.
         state_cache: ``[rows, H, V, K]``, updated in place.
         state_indices: ``[N]``, row of each sequence.
         has_initial_state: ``[N]`` bool; False starts from zeros, whatever the row holds.
@@ -78,7 +77,6 @@ def chunk_kda_prefill(
     Raises:
         NotImplementedError: a prefill checkpoint or the fused kernel was asked for.
         ValueError: arguments that exclude or miss one another.
-
     """
     if checkpoint_offsets is not None or use_fused_chunk or backend != "triton":
         raise NotImplementedError(
@@ -141,28 +139,15 @@ def fused_recurrent_kda(
     """One decode step of N requests, one token each.
 
     Args:
-        q: ``[1, N, H, K]``.
-        k: ``[1, N, H, K]``.
-        v: ``[1, N, H, V]``.
-        raw_g: ``[1, N, H, K]``, before the gate's activation.
-        raw_beta: ``[1, N, H]``, before the sigmoid.
-        A_log: ``[H]`` float32.
-        dt_bias: ``[H * K]`` float32, or None.
-        lower_bound: of the log decay.
-        initial_state: the cache ``[rows, H, V, K]``, updated in place.
         cu_seqlens: ``[N + 1]``; every sequence has one token.
-        ssm_state_indices: ``[N]``, row of each request; row 0 is nobody's.
+        ssm_state_indices: ``[N]``, row of each request.
         num_accepted_tokens: must be None: speculative tokens are refused.
-        uniform_sequence_length: not needed here.
-        out: ``[1, N, H, V]`` to write into, or None.
-        fuse_gate: not needed here.
 
     Returns:
         The output ``[1, N, H, V]`` and ``initial_state``.
 
     Raises:
         NotImplementedError: more than one token for a request.
-
     """
     requests = cu_seqlens.numel() - 1
     if num_accepted_tokens is not None or ssm_state_indices.ndim != 1 or q.shape[1] != requests:
@@ -196,21 +181,13 @@ def fused_recurrent_kda_packed_decode(
 
     Args:
         mixed_qkv: ``[N, 2 * H * K + H * V]``, after the convolution.
-        raw_g: ``[1, N, H, K]``, before the gate's activation.
-        raw_beta: ``[1, N, H]``, before the sigmoid.
-        A_log: ``[H]`` float32.
-        dt_bias: ``[H * K]`` float32.
-        lower_bound: of the log decay.
-        initial_state: the cache ``[rows, H, V, K]``, updated in place.
-        state_indices: ``[N]``, row of each request; row 0 is nobody's.
-        scale: of the queries; ``K ** -0.5`` when None.
+        state_indices: ``[N]``, row of each request.
 
     Returns:
         The output ``[1, N, H, V]`` in the dtype of ``mixed_qkv`` and ``initial_state``.
 
     Raises:
         ValueError: the width of ``mixed_qkv`` does not fit the state.
-
     """
     _, heads, value_dim, key_dim = initial_state.shape
     widths = [heads * key_dim, heads * key_dim, heads * value_dim]
@@ -219,17 +196,9 @@ def fused_recurrent_kda_packed_decode(
             f"mixed_qkv: expected [N, {sum(widths)}] for a state of {heads} heads, {key_dim} key "
             f"and {value_dim} value channels, found {tuple(mixed_qkv.shape)}"
         )
-    q, k, v = (x.unflatten(-1, (heads, -1)) for x in mixed_qkv.split(widths, dim=-1))
+    q, k, v = (torch.unflatten(x, -1, (heads, -1)) for x in torch.split(mixed_qkv, widths, dim=-1))
     q, k, g, beta = _activate(
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        raw_g,
-        raw_beta,
-        A_log,
-        dt_bias,
-        lower_bound,
-        scale,
-        normalize=True,
+        q[None], k[None], raw_g, raw_beta, A_log, dt_bias, lower_bound, scale, normalize=True
     )
     result = _decode_step(q, k, v, g, beta, initial_state, state_indices)
     return result.to(mixed_qkv.dtype).unsqueeze(0), initial_state
@@ -249,7 +218,6 @@ def prepare_chunk_metadata_device(
 
     Returns:
         ``[chunks, 2]``: sequence and number within it; ``[N + 1]`` int64: chunks before each.
-
     """
     counts = -(-cu_seqlens_cpu.diff() // chunk_size)
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
@@ -307,20 +275,10 @@ def _decode_step(
     cache: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of the delta rule for N requests at once.
+    """One token of the delta rule for N requests at once: ``[N, H, V]`` float32.
 
-    Args:
-        q: ``[N, H, K]``, normalized and scaled.
-        k: ``[N, H, K]``, normalized.
-        v: ``[N, H, V]``.
-        g: ``[N, H, K]``, log decay.
-        beta: ``[N, H]``.
-        cache: ``[rows, H, V, K]``, updated in place.
-        rows: ``[N]``; a request on the null row gets zeros and writes nothing.
-
-    Returns:
-        ``[N, H, V]`` float32.
-
+    q and k ``[N, H, K]`` are normalized; the cache is updated in place. A request on the null row
+    gets zeros and writes nothing.
     """
     rows = rows.long()
     live = rows > NULL_ROW

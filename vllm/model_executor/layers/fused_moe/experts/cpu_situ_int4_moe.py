@@ -9,14 +9,10 @@ token of the batch is routed to it, and forgotten after.
 
 import torch
 
-from mxfp4_int4.layouts import (
-    gather_scales,
-    unpack_codes,
-)
+from mxfp4_int4.definition import GROUP_SIZE
+from mxfp4_int4.layouts import gather_scales, unpack_codes
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituPackedExperts
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static32
-
-_GROUP = 32
 
 
 def expand_int4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -30,12 +26,11 @@ def expand_int4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
     Returns:
         ``[N, K]``.
-
     """
     shape = (1, codes.shape[0], 2 * codes.shape[1])
-    values = unpack_codes(codes, "aiter", shape).to(dtype).unflatten(-1, (-1, _GROUP))
-    by_row = gather_scales(scales, "aiter", shape).to(dtype)
-    return (values * by_row.unsqueeze(-1)).flatten(2)[0]
+    by_row = gather_scales(scales, "aiter", shape)[0].to(dtype)
+    values = unpack_codes(codes, "aiter", shape)[0].to(dtype).view(*by_row.shape, GROUP_SIZE)
+    return (values * by_row.unsqueeze(-1)).flatten(1)
 
 
 class CPUSituInt4Experts(CPUSituPackedExperts):

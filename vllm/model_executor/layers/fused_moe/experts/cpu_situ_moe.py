@@ -10,6 +10,7 @@ stay packed; an expert is expanded when a token of the batch is routed to it, an
 import torch
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from mxfp4_int4.definition import GROUP_SIZE
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -18,7 +19,6 @@ from vllm.platforms import current_platform
 
 # OCP MX specification 1.0: the eight magnitudes of e2m1; code bit 3 is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_GROUP = 32
 
 
 def situ(x: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -52,7 +52,7 @@ def expand_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
     """
     pairs = _byte_values(dtype, codes.device)[codes.int()]
-    values = pairs.view(codes.shape[0], -1, _GROUP)
+    values = pairs.view(codes.shape[0], -1, GROUP_SIZE)
     return (values * scales.view(torch.float8_e8m0fnu).to(dtype).unsqueeze(-1)).flatten(1)
 
 
@@ -146,23 +146,15 @@ class CPUSituExperts(mk.FusedMoEExpertsModular):
         Args:
             output: ``[T, K]``, written.
             hidden_states: ``[T, K]``.
-            w1: ``[E, 2 I, K]`` (MXFP4: ``K / 2`` bytes), gate rows before up rows.
-            w2: ``[E, K, I]`` (MXFP4: ``I / 2`` bytes).
+            w1: ``[E, 2 I, K]`` (packed: ``K / 2`` bytes), gate rows before up rows.
+            w2: ``[E, K, I]`` (packed: ``I / 2`` bytes).
             topk_weights: ``[T, top_k]``.
             topk_ids: ``[T, top_k]``, global expert ids.
-            activation: SiTU.
-            global_num_experts: experts over all ranks.
             expert_map: ``[global experts]``, local id or -1; None where all experts are local.
-            a1q_scale: not used.
-            a2_scale: not used.
-            workspace13: not used.
-            workspace2: not used.
-            expert_tokens_meta: not used.
-            apply_router_weight_on_input: must be False.
+            apply_router_weight_on_input: must be False. What is not listed is not used.
 
         Raises:
             NotImplementedError: router weights belong on the input.
-
         """
         if apply_router_weight_on_input:
             raise NotImplementedError(

@@ -12,6 +12,8 @@ Ledger
     Remove when: 0.32 is no longer supported.
 """
 
+from typing import Any
+
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 from vllm_overlay import require, stand_down
 
@@ -24,7 +26,7 @@ _upstream = require(
 )
 
 
-def _supports_quant_scheme(weight_key, activation_key) -> bool:
+def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
     """As upstream's; also int4 weights with bfloat16 activations on gfx942."""
     if (weight_key, activation_key) == (kInt4Static32, None):
         from vllm.platforms.rocm import on_gfx942

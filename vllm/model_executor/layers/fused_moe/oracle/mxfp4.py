@@ -15,6 +15,8 @@ Ledger
     Remove when: one of upstream's CPU experts supports MXFP4 with `MoEActivation.SITU`.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
@@ -37,10 +39,9 @@ if (kInt4Static32, None) not in _schemes:
 
 
 @patch_function_wrapper(__name__, "backend_to_kernel_cls")
-def _with_situ(wrapped, instance, args, kwargs):
-    (backend,) = args or kwargs.values()
-    classes = wrapped(backend)
-    if backend != _backends.CPU:
+def _with_situ(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    classes = wrapped(*args, **kwargs)
+    if (args[0] if args else kwargs["backend"]) != _backends.CPU:
         return classes
     from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituMxfp4Experts
 
@@ -48,7 +49,7 @@ def _with_situ(wrapped, instance, args, kwargs):
 
 
 @patch_function_wrapper(__name__, "convert_weight_to_mxfp4_moe_kernel_format")
-def _leave_packed(wrapped, instance, args, kwargs):
+def _leave_packed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("mxfp4_backend") == _backends.CPU and kwargs.get("activation") == _situ:
         loaded = (kwargs.get(name) for name in _WEIGHTS)
         return tuple(None if weight is None else weight.data for weight in loaded)

@@ -11,6 +11,8 @@ Ledger
     Remove when: one of upstream's CPU experts supports `MoEActivation.SITU`.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from vllm_overlay import require
@@ -22,10 +24,9 @@ require("vllm.model_executor.layers.fused_moe.activation:MoEActivation.SITU")
 
 
 @patch_function_wrapper(__name__, "backend_to_kernel_cls")
-def _with_situ(wrapped, instance, args, kwargs):
-    (backend,) = args or kwargs.values()
-    classes = wrapped(backend)
-    if backend != _backends.CPU:
+def _with_situ(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    classes = wrapped(*args, **kwargs)
+    if (args[0] if args else kwargs["backend"]) != _backends.CPU:
         return classes
     from vllm.model_executor.layers.fused_moe.experts.cpu_situ_moe import CPUSituExperts
 

@@ -14,6 +14,8 @@ Ledger
     Remove when: upstream's `CPUMLABackend.supports_block_size(128)` is True.
 """
 
+from typing import Any
+
 from vllm_overlay import require, stand_down
 
 _backend = require(f"{__name__}:CPUMLABackend")
@@ -25,7 +27,7 @@ if _backend.supports_block_size(8 * _KERNEL_BLOCK):
     stand_down("upstream's CPU MLA accepts aligned block sizes")
 
 
-def _supports_block_size(cls, block_size: int | None) -> bool:
+def _supports_block_size(cls: Any, block_size: int | None) -> bool:
     """Whether the engine can split blocks of ``block_size`` tokens into the kernel's pages."""
     return block_size is None or block_size % _KERNEL_BLOCK == 0
 

@@ -18,6 +18,8 @@ Ledger
     Remove when: upstream's WNA16 experts support `MoEActivation.SITU` on both.
 """
 
+from typing import Any
+
 from wrapt import patch_function_wrapper
 
 from k3_checkpoint.formats import Format
@@ -36,8 +38,8 @@ require(f"{_method}.process_weights_after_loading", uses=("_setup_kernel_k3_situ
 
 
 @patch_function_wrapper(__name__, "CompressedTensorsMoEMethod.get_moe_method")
-def _serve_int4(wrapped, instance, args, kwargs):
-    def choose(quant_config, layer, layer_name, *more, **options):
+def _serve_int4(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def choose(quant_config: Any, layer: Any, layer_name: str, *more: Any, **options: Any) -> Any:
         form = expert_format.expert_format(quant_config, layer, layer_name)
         if form is Format.INT4 and facts.find_packed_target(layer.moe_config.moe_backend):
             from vllm.model_executor.layers.quantization.utils.k3_int4 import packed_method

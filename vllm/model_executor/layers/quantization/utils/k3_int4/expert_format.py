@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig
     from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
 
 
 def is_packed_scheme(
@@ -46,9 +43,7 @@ def is_packed_scheme(
     )
 
 
-def expert_format(
-    quant_config: "CompressedTensorsConfig", layer: "RoutedExperts", layer_name: str
-) -> Format | None:
+def expert_format(quant_config: Any, layer: "RoutedExperts", layer_name: str) -> Format | None:
     """Return how a layer's SiTU experts are stored: packed int4, MXFP4, or None for all else."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 

@@ -246,7 +246,7 @@ def _of_model(model: Model, asked: Request, target: Target) -> Iterator[Refusal]
             yield Refusal(
                 "experts in MXFP4 beside those in int4",
                 "int4 throughout: gfx942 has no kernel for SiTU with MXFP4",
-                "Convert the checkpoint without --include and --exclude.",
+                "To convert all of them, run kimi-k3 convert without --include and --exclude.",
             )
         return
     if model.architecture not in ARCHITECTURES:
