@@ -99,7 +99,11 @@ def simulated_parallel(
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(set_current_vllm_config(vllm_config or VllmConfig()))
-        layout = {"rank": rank, "world_size": tensor_parallel_size, "backend": BACKEND}
+        layout: dict[str, Any] = {
+            "rank": rank,
+            "world_size": tensor_parallel_size,
+            "backend": BACKEND,
+        }
         dist.init_process_group(store=dist.HashStore(), **layout)
         with (
             replaced(dist, "new_group", new_simulated_group),
