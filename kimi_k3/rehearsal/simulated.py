@@ -51,7 +51,9 @@ class _WithoutPeers(dist.ProcessGroup):
 
 # torch keeps its own "fake" backend among its test helpers, which are no API.
 dist.Backend.register_backend(
-    BACKEND, lambda store, rank, size, timeout: _WithoutPeers(rank, size), devices=["cpu", "cuda"]
+    BACKEND,
+    lambda store, rank, size, timeout: _WithoutPeers(rank, size),  # type: ignore[call-arg]
+    devices=["cpu", "cuda"],
 )
 
 
