@@ -131,6 +131,6 @@ def refusals(model: Path) -> Iterator[None]:
         ) from error
     except (OSError, ValueError) as error:
         # pydantic tells what vLLM said amid a dump of all that it looked at.
-        parts = getattr(error, "errors", list)()
+        parts: list[dict[str, str]] = getattr(error, "errors", list)()
         said = "; ".join(part["msg"].removeprefix("Value error, ") for part in parts)
         raise typer.BadParameter(said or str(error)) from error

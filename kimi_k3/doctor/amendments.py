@@ -11,6 +11,7 @@ from typing import Any
 import vllm_overlay
 from vllm_overlay.tree import SUPPORTED, Tree, compare_installed, is_tested, upstream_version
 
+_TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
 # Outcomes that keep vLLM from working as it should.
 UNHEALTHY = frozenset({"refused", "not importable", "waiting"})
 

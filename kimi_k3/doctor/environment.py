@@ -165,6 +165,8 @@ def _native(value: str) -> Judged:
 
 
 def _budget(value: str) -> Judged:
+    if not value:
+        return Level.OK, "the default limit for buffered sources"
     try:
         gib = float(value)
     except ValueError:
@@ -177,7 +179,9 @@ def _budget(value: str) -> Judged:
 
 
 def _account(value: str) -> Judged:
-    if value and not writable(Path(value)):
+    if not value:
+        return Level.OK, "no records of loads are kept"
+    if not writable(Path(value)):
         return Level.WARNING, "records of loads go there, and it cannot be written"
     return Level.OK, "records of loads go there"
 

@@ -155,7 +155,8 @@ def rank_model(
             )
         )
         loader = get_model_loader(config.load_config)
-        with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+        dtype: Any = config.model_config.dtype
+        with set_default_torch_dtype(dtype), torch.device(device):
             model = loader.create_model(vllm_config=config, model_config=config.model_config)
         yield model, config
 

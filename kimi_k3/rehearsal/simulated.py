@@ -51,7 +51,9 @@ class _WithoutPeers(dist.ProcessGroup):
 
 # torch keeps its own "fake" backend among its test helpers, which are no API.
 dist.Backend.register_backend(
-    BACKEND, lambda store, rank, size, timeout: _WithoutPeers(rank, size), devices=["cpu", "cuda"]
+    BACKEND,
+    lambda store, rank, size, timeout: _WithoutPeers(rank, size),  # type: ignore[call-arg]
+    devices=["cpu", "cuda"],
 )
 
 
@@ -99,7 +101,11 @@ def simulated_parallel(
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(set_current_vllm_config(vllm_config or VllmConfig()))
-        layout = {"rank": rank, "world_size": tensor_parallel_size, "backend": BACKEND}
+        layout: dict[str, Any] = {
+            "rank": rank,
+            "world_size": tensor_parallel_size,
+            "backend": BACKEND,
+        }
         dist.init_process_group(store=dist.HashStore(), **layout)
         with (
             replaced(dist, "new_group", new_simulated_group),
