@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-# Groups of the OCP MX formats, and of the int4 that they are converted to.
-GROUP_SIZE = 32
+from mxfp4_int4 import GROUP_SIZE
 
 # compressed-tensors' names of storage formats.
 MXFP4_PACKED = "mxfp4-pack-quantized"

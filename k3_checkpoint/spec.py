@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from k3_checkpoint.formats import GROUP_SIZE, quantization_config
+from k3_checkpoint.formats import quantization_config
+from mxfp4_int4 import GROUP_SIZE
 
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
 
-from k3_checkpoint.formats import GROUP_SIZE, PACKED, SCALE
+from k3_checkpoint.formats import PACKED, SCALE
 from k3_checkpoint.spec import (
     A_LOG_ENTRIES,
     CONV_WIDTH,
@@ -22,6 +22,7 @@ from k3_checkpoint.spec import (
     ModelSpec,
     VisionSpec,
 )
+from mxfp4_int4 import GROUP_SIZE
 
 DTYPE_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 

@@ -12,8 +12,8 @@ import hashlib
 
 import torch
 
-from k3_checkpoint.formats import GROUP_SIZE
 from k3_checkpoint.tensors import Role, TensorSpec
+from mxfp4_int4 import GROUP_SIZE
 
 # Boundaries between the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 of e2m1, halfway.
 _BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

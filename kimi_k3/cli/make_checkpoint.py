@@ -114,7 +114,9 @@ def make_checkpoint(
     typer.echo(f"{directory}: {tensors:,} tensors, {size / 1e9:,.3f} GB in {len(written)} shards")
 
 
-def _write_with_progress(folder: Path, spec: ModelSpec, *, shards: int, **kwargs) -> list["Shard"]:
+def _write_with_progress(
+    folder: Path, spec: ModelSpec, *, shards: int, **kwargs: Any
+) -> list["Shard"]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -20,8 +20,9 @@ from kimi_k3.convert.digest import RunningDigest
 from kimi_k3.convert.kernel import convert_rows, library_agrees, shape_bytes
 from kimi_k3.convert.manifest import FileRecord, ShardRecord
 from kimi_k3.convert.options import ConversionFailed, shown
-from kimi_k3.convert.source import GROUP, PACKED, SCALE, SHAPE, Module
+from kimi_k3.convert.source import PACKED, SCALE, SHAPE, Module
 from kimi_k3.convert.work_plan import Job, Tensor, plan_shard
+from mxfp4_int4 import GROUP_SIZE
 
 # Bytes of codes, or of anything else, that are in work at a time.
 PIECE = 8 << 20
@@ -172,7 +173,7 @@ class _Conversion:
     def convert(self, module: Module) -> None:
         """Convert a module, rows at a time."""
         packed, scale = f"{module.name}.{PACKED}", f"{module.name}.{SCALE}"
-        codes_row, scales_row = module.columns // 2, module.columns // GROUP
+        codes_row, scales_row = module.columns // 2, module.columns // GROUP_SIZE
         codes_at = self.headers[module.packed_in].spans[packed][0]
         scales_at = self.headers[module.scale_in].spans[scale][0]
         starts = self.layout.starts
@@ -267,7 +268,7 @@ class _Comparison(_Conversion):
         for module in {(m.rows, m.columns): m for m in whole}.values():
             rows = min(module.rows, max(1, _LIBRARY_VALUES // max(1, module.columns)))
             codes = memoryview(bytearray(rows * module.columns // 2))
-            scales = memoryview(bytearray(rows * module.columns // GROUP * 2))
+            scales = memoryview(bytearray(rows * module.columns // GROUP_SIZE * 2))
             for leaf, data in ((PACKED, codes), (SCALE, scales)):
                 read_exactly(self.result, self.layout.starts[f"{module.name}.{leaf}"], data)
             if codes and not library_agrees(codes, scales, rows, module.columns):

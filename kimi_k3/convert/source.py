@@ -14,7 +14,6 @@ from typing import Any
 
 from k3_checkpoint import Checkpoint, Kind
 from k3_checkpoint.files import CONFIG_NAME
-from k3_checkpoint.formats import GROUP_SIZE as GROUP
 from k3_checkpoint.formats import PACKED as PACKED
 from k3_checkpoint.formats import SCALE as SCALE
 from k3_checkpoint.formats import SHAPE as SHAPE
@@ -23,6 +22,7 @@ from k3_checkpoint.shards import INDEX_NAME
 from kimi_k3.convert.manifest import MANIFEST_NAME
 from kimi_k3.convert.options import ConversionFailed, resolved, shown
 from kimi_k3.convert.quantization import check_config
+from mxfp4_int4 import GROUP_SIZE
 
 # What a module in MXFP4 may have beside its codes and scales.
 _BESIDE = frozenset({"bias"})
@@ -181,10 +181,10 @@ def _check_module(packed: Entry, scale: Entry | None, beside: set[str]) -> Itera
         yield f"{PACKED}: found I32, which is int4 already; expected U8 codes in MXFP4"
         return
     flat = len(packed.shape) == 2 and max(packed.shape) < _LARGEST
-    if packed.dtype != "U8" or not flat or packed.shape[1] % (GROUP // 2):
-        yield f"{PACKED}: expected U8 [N, K/2] with K a multiple of {GROUP}, found {packed}"
+    if packed.dtype != "U8" or not flat or packed.shape[1] % (GROUP_SIZE // 2):
+        yield f"{PACKED}: expected U8 [N, K/2] with K a multiple of {GROUP_SIZE}, found {packed}"
         return
-    expected = (packed.shape[0], packed.shape[1] // (GROUP // 2))
+    expected = (packed.shape[0], packed.shape[1] // (GROUP_SIZE // 2))
     if scale is not None and (scale.dtype not in ("U8", "F8_E8M0") or scale.shape != expected):
         yield f"{SCALE}: expected U8 or F8_E8M0 {list(expected)}, found {scale}"
 

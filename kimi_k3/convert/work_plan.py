@@ -21,7 +21,8 @@ from kimi_k3.convert.manifest import MANIFEST_NAME, Fingerprint, ShardRecord, St
 from kimi_k3.convert.options import ConversionFailed, ConvertOptions, shown
 from kimi_k3.convert.quantization import converted_config
 from kimi_k3.convert.selection import Selection, select
-from kimi_k3.convert.source import GROUP, PACKED, SCALE, SHAPE, Module, Source, read_source
+from kimi_k3.convert.source import PACKED, SCALE, SHAPE, Module, Source, read_source
+from mxfp4_int4 import GROUP_SIZE
 
 _SHAPE_BYTES = 16
 
@@ -216,7 +217,7 @@ def plan_shard(name: str, header: Header, modules: Iterable[Module]) -> Layout:
             ]
         if module.scale_in == name:
             scale = f"{module.name}.{SCALE}"
-            groups = columns // GROUP
+            groups = columns // GROUP_SIZE
             new[scale] = [Tensor(scale, "BF16", (rows, groups), 2 * rows * groups)]
     tensors = sorted(_tensors(header, new), key=lambda t: -ELEMENT_BYTES.get(t.dtype, 1))
     entries: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from k3_checkpoint.formats import Format
+from k3_checkpoint.formats import INT4_PACKED, MXFP4_PACKED, Format
 from kimi_k3.doctor import checkpoint, environment, experts, memory
 from kimi_k3.doctor import machine as machines
 from kimi_k3.doctor.findings import Diagnosis, Finding, Level, attempt, probed
@@ -195,9 +195,9 @@ def _memory(
 ) -> Iterator[Finding]:
     if stored is Format.MIXED:
         # The larger of its two formats.
-        config = _planned_as(config, "pack-quantized")
+        config = _planned_as(config, INT4_PACKED)
     elif stored is Format.PLAIN:
-        config = _planned_as(config, "mxfp4-pack-quantized")
+        config = _planned_as(config, MXFP4_PACKED)
     try:
         plan = memory_plan.plan(config, Layout(here.ranks, 0, here.options.expert_parallel))
     except (KeyError, ValueError) as error:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k3_checkpoint import Checkpoint
 from kimi_k3.convert.manifest import Manifest
 from kimi_k3.fidelity.figures import Figures, Group, worst
 from kimi_k3.fidelity.files import (

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from k3_checkpoint import Checkpoint, Kind
-from k3_checkpoint.formats import GROUP_SIZE, PACKED, SCALE
+from k3_checkpoint.formats import PACKED, SCALE
 from k3_checkpoint.headers import Entry
 from k3_checkpoint.problems import listed
 from k3_checkpoint.shards import INDEX_NAME
 from kimi_k3.convert.manifest import MANIFEST_NAME, Manifest
 from kimi_k3.convert.source import WORK_NAME
+from mxfp4_int4 import GROUP_SIZE
 
 _SHOWN = 10
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from k3_checkpoint.formats import INT4_PACKED, MXFP4_PACKED
 from k3_checkpoint.spec import ModelSpec, VisionSpec
 from k3_checkpoint.tensors import checkpoint_tensors
 from kimi_k3.rehearsal.components import (
@@ -29,7 +30,6 @@ BF16, F32, U8 = 2, 4, 1
 _KDA_ROWS, _LEAST_SLICE, _ALIGNMENT, _GENERAL_ALIGNMENT, _VOCABULARY = 16, 256, 128, 256, 64
 _GROUP = 32  # values that share a scale
 # config.json's names of the formats of experts that a plan can be made for.
-_MXFP4, _INT4 = "mxfp4-pack-quantized", "pack-quantized"
 
 
 def plan(config: dict[str, Any], layout: Layout) -> MemoryPlan:
@@ -74,8 +74,10 @@ def _check(text: dict[str, Any], layout: Layout) -> None:
     if not 0 <= layout.rank < tp:
         problems.append(f"rank {layout.rank} lies outside a layout of {tp}")
     experts = text.get("quantization_config", {}).get("format")
-    if experts not in (_MXFP4, _INT4):
-        problems.append(f"expected experts in {_MXFP4}, found {experts} ({_INT4} int4 will do)")
+    if experts not in (MXFP4_PACKED, INT4_PACKED):
+        problems.append(
+            f"expected experts in {MXFP4_PACKED}, found {experts} ({INT4_PACKED} int4 will do)"
+        )
     if text["q_lora_rank"] is None:
         problems.append("expected MLA layers with a q_lora_rank")
     if not text.get("linear_attn_config", {}).get("use_full_rank_gate"):
@@ -206,7 +208,7 @@ def _moe(text: dict[str, Any], layout: Layout) -> Iterator[tuple[str, int]]:
 
 def _holds_int4(text: dict[str, Any]) -> bool:
     """Tell whether the checkpoint's experts are int4 already."""
-    return text["quantization_config"]["format"] == _INT4
+    return text["quantization_config"]["format"] == INT4_PACKED
 
 
 def _vision(config: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from kimi_k3.rehearsal.replaced import replaced
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -106,7 +107,7 @@ def simulated_parallel(
             "world_size": tensor_parallel_size,
             "backend": BACKEND,
         }
-        dist.init_process_group(store=dist.HashStore(), **layout)
+        dist.init_process_group(store=HashStore(), **layout)
         with (
             replaced(dist, "new_group", new_simulated_group),
             replaced(parallel_state, "_node_count", lambda group: hosts),

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3_checkpoint.check import check_checkpoint
-from k3_checkpoint.formats import GROUP_SIZE, Format, declared_format
+from k3_checkpoint.formats import Format, declared_format
 from k3_checkpoint.spec import (
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
     ModelSpec,
 )
+from mxfp4_int4 import GROUP_SIZE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

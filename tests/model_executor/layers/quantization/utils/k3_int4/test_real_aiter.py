@@ -51,7 +51,7 @@ def real_aiter():
 def reference(layer, x, ids, weights) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output in float64 and, for each element, a bound of what bfloat16 may do to it.
 
-    A weight is code times scale rounded to bfloat16, off by at most U of itself, each one by itself.
+    A weight is code times scale rounded to bfloat16, off by at most U of itself, independently.
     A sum of n independent errors of at most c_i passes 7 sqrt(sum c_i^2) once in 10^10 (Hoeffding);
     accumulating in float32 adds n 2^-24, which is nothing beside it. Either stage rounds its result
     to bfloat16, U of it. SiTU moves by at most 1.1 (|d gate| |up| + |gate| |d up|). The sum over

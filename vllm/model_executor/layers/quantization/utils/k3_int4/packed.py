@@ -16,7 +16,7 @@ import torch
 from mxfp4_int4.definition import GROUP_SIZE
 from mxfp4_int4.layouts import place_scales
 from vllm.model_executor.layers.quantization.utils.k3_int4.conversion_log import LayerRecord
-from vllm.model_executor.layers.quantization.utils.k3_int4.load import (
+from vllm.model_executor.layers.quantization.utils.k3_int4.parameters import (
     CHUNK_EXPERTS,
     PROJECTIONS,
     fill_padding,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from k3_checkpoint.formats import MXFP4_PACKED, Format
+from k3_checkpoint.formats import INT4_PACKED, MXFP4_PACKED, Format
 from mxfp4_int4.definition import GROUP_SIZE
 
 FLAG = "--quantization-config.moe.weight int4_per_group_32"
@@ -258,7 +258,7 @@ def _of_model(model: Model, asked: Request, target: Target) -> Iterator[Refusal]
         return
     if model.experts in (Format.INT4, Format.MIXED):
         yield Refusal(
-            "a checkpoint whose experts are int4 already (pack-quantized, groups of 32)",
+            f"a checkpoint whose experts are int4 already ({INT4_PACKED}, groups of 32)",
             "routed experts in MXFP4, which the flag converts",
             f"{asked.fallback}: the checkpoint is served as it is, with the scales it holds.",
         )
