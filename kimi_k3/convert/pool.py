@@ -3,10 +3,8 @@
 """Where jobs are done: in this process, in worker processes, or as tasks of a Ray cluster.
 
 Workers are plain child processes with a pipe each: one that is killed is named with its shard and
-its last words, and none outlives its parent. Libraries do less (tried): `ProcessPoolExecutor` gives
-up all jobs when a worker dies, without saying at which; pebble 5.2 says so, but leaves a worker at
-its job, and a helper process beside it, when the parent is killed; neither keeps what a worker
-wrote on standard error, nor hands down the descriptor of the lock.
+its last words, and none outlives its parent. pebble 5.2 was tried and leaves a worker at its job,
+and a helper process beside it, when the parent is killed.
 """
 
 import importlib
