@@ -50,12 +50,15 @@ TESTED_IN = {
     "vllm/models/kimi_k3/amd/": (AMENDMENTS, "one name of upstream rebound each"),
     "vllm/models/kimi_k3/cpu/": ("tests/models/kimi_k3/cpu/test_kda.py", "forms compared"),
     "kimi_k3/cli/plan.py": ("tests/kimi_k3/cli/test_cli.py", "printed beside `rehearse`"),
+    "kimi_k3/cli/memory_tables.py": (
+        "tests/kimi_k3/cli/test_rehearse.py",
+        "printed by `plan` and `rehearse`",
+    ),
     "kimi_k3/convert/": (
         "tests/kimi_k3/convert/test_resume.py",
         "seen from outside: files on disk, after every kind of interruption",
     ),
     "kimi_k3/doctor/amendments.py": ("tests/kimi_k3/cli/test_status.py", "what status prints"),
-    "kimi_k3/fidelity/": ("tests/kimi_k3/fidelity/test_page.py", "parts of the page"),
     "kimi_k3/rehearsal/": (
         "tests/kimi_k3/cli/test_rehearse.py",
         "a rehearsal is compared with a real load",
@@ -67,9 +70,13 @@ OF_SEVERAL = {
     "tests/buildkite/": "the pipelines",
     "tests/docs/": "the pages and the site",
     "tests/kimi_k3/cli/test_cli.py": "the command line as a whole",
-    "tests/kimi_k3/cli/test_main.py": "the installed command",
+    "tests/kimi_k3/cli/test_console_script.py": "the installed command",
     "tests/kimi_k3/convert/test_resume.py": "a conversion that was killed",
+    "tests/model_executor/layers/quantization/utils/k3_int4/test_real_aiter.py": (
+        "one layer of experts over a real AITER"
+    ),
     "tests/model_executor/model_loader/reload/test_streaming.py": "a load with its account",
+    "tests/model_executor/model_loader/test_mismatch.py": "a vLLM that lacks a name",
     "tests/models/kimi_k3/amd/test_kda_account.py": "KDA's layers with the account",
     "tests/models/kimi_k3/amd/test_kda_scope.py": "what the amendment of KDA leaves alone",
     "tests/models/kimi_k3/cpu/": "the engine and the server on a CPU",

@@ -88,7 +88,7 @@ def test_requirements_do_not_name_vllm(wheel):
     runtime = [
         line.split()[1].split("<")[0].split(">")[0] for line in needed if "extra" not in line
     ]
-    assert sorted(runtime) == ["rich", "typer", "wrapt"]
+    assert sorted(runtime) == ["msgspec", "rich", "typer", "wrapt"]
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ Ledger
 
 from typing import Any
 
+from torch import nn
 from wrapt import patch_function_wrapper
 
 from vllm.platforms import current_platform
@@ -59,9 +60,14 @@ from vllm.models.kimi_k3.cpu.attn_res import attn_res  # noqa: E402, F401
 _READ_DIRECTLY = ("_res_proj", "routed_expert_up_proj")
 
 
+def _mark_read_directly(model: nn.Module) -> None:
+    """Let the layers of `model` whose weight is read keep it where it is."""
+    for name, layer in model.named_modules():
+        if name.endswith(_READ_DIRECTLY):
+            layer._cpu_skip_gemm_dispatch = True
+
+
 @patch_function_wrapper(__name__, "KimiLinearForCausalLM.__init__")
 def _init_and_mark(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     wrapped(*args, **kwargs)
-    for name, layer in instance.named_modules():
-        if name.endswith(_READ_DIRECTLY):
-            layer._cpu_skip_gemm_dispatch = True
+    _mark_read_directly(instance)

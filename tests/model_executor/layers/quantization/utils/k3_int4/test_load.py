@@ -24,7 +24,7 @@ from tests.models.kimi_k3.support.simulated_gpu.int4_support import (
     rank_of,
 )
 from vllm.model_executor.layers.fused_moe.experts.cpu_situ_int4_moe import expand_int4
-from vllm.model_executor.layers.quantization.utils.k3_int4 import conversion_log, load
+from vllm.model_executor.layers.quantization.utils.k3_int4 import conversion_log, load, parameters
 from vllm.model_executor.layers.quantization.utils.k3_int4.conversion_log import (
     ConversionLog,
     LayerRecord,
@@ -52,7 +52,7 @@ def test_padding_is_zero_whatever_was_in_memory():
                 getattr(layer, f"{name}_weight_scale").view(4, -1)[expert],
                 torch.float32,
             )
-            for name in load.PROJECTIONS
+            for name in parameters.PROJECTIONS
         )
         assert not w13.view(2, 128, 128)[:, 96:].any()
         assert not w2[:, 96:].any()
