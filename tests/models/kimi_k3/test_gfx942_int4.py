@@ -27,7 +27,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.rocm_aiter_moe import AiterExperts
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import mxfp4
-from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter, load, parameters
+from vllm.model_executor.layers.quantization.utils.k3_int4 import aiter, load
+from vllm.model_executor.layers.quantization.utils.k3_int4.parameters import PROJECTIONS
 from vllm.model_executor.layers.quantization.utils.k3_int4.policy import FLAG, Int4RefusedError
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 
@@ -120,12 +121,10 @@ def test_conversion_in_place(on_gpu, rule):
     with rank_of(config):
         layer = build_layer()
         held = fill(layer)
-        places = [getattr(layer, f"{name}_weight").data_ptr() for name in parameters.PROJECTIONS]
+        places = [getattr(layer, f"{name}_weight").data_ptr() for name in PROJECTIONS]
         layer.quant_method.process_weights_after_loading(layer)
-    assert [
-        getattr(layer, f"{name}_weight").data_ptr() for name in parameters.PROJECTIONS
-    ] == places
-    for name in parameters.PROJECTIONS:
+    assert [getattr(layer, f"{name}_weight").data_ptr() for name in PROJECTIONS] == places
+    for name in PROJECTIONS:
         expected = convert_experts(
             held[f"{name}_weight"], held[f"{name}_weight_scale"], layout="aiter", scale_rule=rule
         )
@@ -158,7 +157,7 @@ def test_sources_are_gone_before_the_next_begins(on_gpu, monkeypatch):
         fill(layer)
         scales = {
             name: weakref.ref(getattr(layer, f"{name}_weight_scale").untyped_storage())
-            for name in parameters.PROJECTIONS
+            for name in PROJECTIONS
         }
 
         def watch(weight, *args, **kwargs):
