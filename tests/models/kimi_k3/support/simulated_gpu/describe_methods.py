@@ -4,8 +4,8 @@
 what becomes of the flag on gfx942; with VLLM_KIMI_K3_OVERLAY=0, of stock vLLM."""
 
 import json
-import sys
 
+import pytest
 import torch
 
 import vllm_overlay
@@ -64,7 +64,7 @@ def attempt(weight: str | None, tp: int = 1, quant=mxfp4.Mxfp4Config, process=Fa
 
 
 def main() -> None:
-    sys.path.insert(0, str(STAND_IN))
+    pytest.MonkeyPatch().syspath_prepend(str(STAND_IN))
     _aiter_ops.IS_AITER_FOUND = True
     _aiter_ops.rocm_aiter_ops._AITER_ENABLED = True
     torch.accelerator.empty_cache = lambda: None
