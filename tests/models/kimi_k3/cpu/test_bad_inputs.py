@@ -109,7 +109,10 @@ CASES = {
         ("num_attention_heads: expected a multiple of the tensor-parallel size 3, found 4",),
         arguments=("--tensor-parallel-size=3",),
     ),
-    "named twice": Case((f"{INDEX}: named twice: model.norm.weight",), name_twice),
+    "named twice": Case(
+        (f"{INDEX}: no index of safetensors shards", "found named twice: model.norm.weight"),
+        name_twice,
+    ),
 }
 
 
